@@ -1,0 +1,1 @@
+"""The actor: its loop, the rollout of one episode, and the samplers."""

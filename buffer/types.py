@@ -1,0 +1,147 @@
+"""The words that cross a process: leases, trajectories, batches.
+
+Plain frozen records over NumPy arrays and Python scalars; this module imports neither torch nor ray. Shapes: ``T`` tokens of one
+segment, ``R`` runs of equal policy version, ``K`` turns. ``behaviour_logprobs[t]`` scores ``token_ids[t]``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Int32 = npt.NDArray[np.int32]
+UInt8 = npt.NDArray[np.uint8]
+Float32 = npt.NDArray[np.float32]
+
+Purpose = Literal["train", "eval"]
+Status = Literal["terminated", "truncated", "failed"]
+"""``terminated`` the task ended · ``truncated`` we cut it · ``failed`` the sample must not train."""
+StopReason = Literal["terminated", "length", "turns", "time", "infra", "env"]
+"""Why: ``terminated``; ``length``, ``turns``, ``time`` for truncated; ``infra``, ``env`` for failed."""
+GroupState = Literal["open", "ready", "assigned", "trained", "dropped"]
+
+
+class TrajectoryKey(NamedTuple):
+    """Identity of one attempt at one member of a group. An insert is idempotent on it (with ``segment`` for its rows)."""
+
+    lineage: int
+    group_id: int
+    member: int
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class MediaSpan:
+    """Where the placeholder tokens of one image lie in a segment; the bytes live once, under their digest."""
+
+    digest: str
+    mime: str
+    start: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One training row of a trajectory.
+
+    ``token_ids``, ``loss_mask`` (1 where our policy sampled the token) and ``behaviour_logprobs`` (0 where the mask is 0) are ``[T]``.
+    Policy versions are run-length coded: tokens ``version_starts[r] .. version_starts[r+1]`` carry ``version_values[r]`` (``[R]``,
+    starts ascending from 0, values never decreasing). ``turn_starts``, ``turn_roles`` and ``turn_rewards`` are ``[K]``.
+    """
+
+    token_ids: Int32
+    loss_mask: UInt8
+    behaviour_logprobs: Float32
+    version_starts: Int32
+    version_values: Int32
+    turn_starts: Int32
+    turn_roles: tuple[str, ...]
+    turn_rewards: tuple[float | None, ...]
+    media: tuple[MediaSpan, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return len(self.token_ids)
+
+    @property
+    def num_trained_tokens(self) -> int:
+        """Tokens our policy sampled."""
+        return int(np.count_nonzero(self.loss_mask))
+
+    def token_versions(self) -> Int32:
+        """Policy version of every token, ``[T] int32``."""
+        lengths = np.diff(np.append(self.version_starts, self.num_tokens))
+        return np.repeat(self.version_values, lengths).astype(np.int32)
+
+    def version_range(self) -> tuple[int, int] | None:
+        """Oldest and newest version over the tokens our policy sampled; None where it sampled none."""
+        versions = self.token_versions()[self.loss_mask.astype(bool)]
+        return (int(versions.min()), int(versions.max())) if len(versions) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """The record of one episode: who played it, what was sampled, how it was scored.
+
+    ``reward`` is None when the episode was not scored, which is not 0. ``env_metrics`` are the environment's own numbers
+    (``success`` among them), averaged in the metrics and never trained on. ``temperature``, ``top_p`` and ``top_k`` are those of the sampling
+    that produced ``behaviour_logprobs``. Times are Unix seconds; ``sampler_s`` and ``env_s`` are seconds spent waiting for each.
+    """
+
+    key: TrajectoryKey
+    env_id: str
+    task_index: int
+    seed: int
+    purpose: Purpose
+    segments: tuple[Segment, ...]
+    reward: float | None
+    status: Status
+    stop_reason: StopReason
+    reward_parts: dict[str, float] = field(default_factory=dict[str, float])
+    env_metrics: dict[str, float] = field(default_factory=dict[str, float])
+    error: str = ""
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    messages: str = "[]"
+    actor_id: str = ""
+    started_at: float = 0.0
+    finished_at: float = 0.0
+    sampler_s: float = 0.0
+    env_s: float = 0.0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens over all segments."""
+        return sum(segment.num_tokens for segment in self.segments)
+
+    @property
+    def num_trained_tokens(self) -> int:
+        """Tokens our policy sampled, over all segments."""
+        return sum(segment.num_trained_tokens for segment in self.segments)
+
+    def version_range(self) -> tuple[int, int] | None:
+        """``(min_version, max_version)`` over every sampled token; None where nothing was sampled."""
+        ranges = [found for segment in self.segments if (found := segment.version_range()) is not None]
+        return (min(low for low, _ in ranges), max(high for _, high in ranges)) if ranges else None
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What one learner step consumes: batch k makes policy version k.
+
+    ``groups`` lists the group ids in their recorded order; ``trajectories`` holds the members of those groups, group by group and member by member.
+    ``withheld`` names members whose tokens must not train although their reward stays in the group's baseline.
+    """
+
+    lineage: int
+    version: int
+    groups: tuple[int, ...]
+    trajectories: tuple[Trajectory, ...]
+    withheld: frozenset[tuple[int, int]] = frozenset()
+    recorded: bool = False
+    """True when this batch had been served before: a redo after a crash."""

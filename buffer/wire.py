@@ -1,0 +1,244 @@
+"""What the roles say to the buffer, and what it answers.
+
+Actors, learner and monitor hold a ZeroMQ DEALER socket, the buffer one ROUTER. A message is one msgspec header frame (:class:`Envelope` around one of the
+structs below, MessagePack) followed by Arrow IPC record-batch frames where the struct says so. Nothing is ever unpickled. Every request carries a
+``request_id``; its answer repeats it, so a client resends after a deadline without harm: each request is idempotent.
+
+    client                          buffer
+    Hello            ->             Welcome | Refused            once per connection and after every buffer restart
+    Credit           ->             Leases*                      "I can take this many more groups": leases are pushed as admission allows
+    Append + frames  ->             Appended | Refused           only after the rows are in the log
+    Heartbeat        ->             Acknowledged                 keeps leases; carries the actor's counters and what it waits for
+    Release          ->             Acknowledged                 an actor that stops gives its leases back
+    PullBatch        ->             BatchReply + frames | Wait   the same batch every time it is pulled
+    Trained          ->             Acknowledged                 the learner now holds this version
+    Published        ->             Acknowledged                 digest of a version's weights
+    Sync             ->             Acknowledged                 log and ledger are on disk: a checkpoint may count as complete
+    StatusRequest    ->             StatusReply                  what the terminal view shows
+    Farewell         ->             Acknowledged                 a peer leaves; from the supervisor: everybody stops
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from .types import Purpose
+
+PROTOCOL_VERSION = 1
+
+Role = Literal["actor", "learner", "supervisor"]
+RefusalCode = Literal["unknown_peer", "wrong_run", "wrong_protocol", "wrong_schema", "malformed", "corrupt", "unknown_group", "not_leased", "stopping"]
+
+
+class Message(msgspec.Struct, tag=True, frozen=True):
+    """Base of every message; the tag is the class name."""
+
+
+# --- what clients say -------------------------------------------------------------------------------------------------------------
+
+
+class Hello(Message, frozen=True):
+    """Introduces a peer. ``incarnation`` differs at every process start; ``holding`` lists the groups this very process still plays.
+
+    The learner gives the ``version`` it holds: batches after it that were recorded are served again (redo).
+    """
+
+    role: Role
+    peer_id: str
+    incarnation: str
+    schema_version: int
+    holding: list[int] = []
+    version: int = 0
+
+
+class Credit(Message, frozen=True):
+    """An actor's free capacity, as an absolute statement: ``num_groups`` more groups. Replaces the actor's earlier credit."""
+
+    num_groups: int
+
+
+class Append(Message, frozen=True):
+    """Finished trajectories, as one Arrow record-batch frame. ``checksum`` is xxh3-64 of the batch's buffers (see ``columns``)."""
+
+    num_trajectories: int
+    checksum: int
+
+
+class Heartbeat(Message, frozen=True):
+    """Still alive.
+
+    ``counters`` only ever grow (``tokens``, ``episodes``, ``invalid_episodes``), ``gauges`` are levels (``running``, ``version``), ``waiting_for`` is a word
+    for people.
+    """
+
+    holding: list[int]
+    counters: dict[str, float] = {}
+    gauges: dict[str, float] = {}
+    waiting_for: str = ""
+
+
+class Release(Message, frozen=True):
+    """Gives leases back unfinished; members already appended stay."""
+
+    group_ids: list[int]
+
+
+class PullBatch(Message, frozen=True):
+    """Asks for the batch that makes ``version``."""
+
+    version: int
+
+
+class Trained(Message, frozen=True):
+    """The learner holds ``version`` now. A hint: the checkpoint is authoritative."""
+
+    version: int
+
+
+class Published(Message, frozen=True):
+    """Digest of the weights of ``version``, recorded the first time and compared on redo."""
+
+    version: int
+    digest: str
+
+
+class Sync(Message, frozen=True):
+    """Asks the buffer to make log and ledger durable against power loss."""
+
+
+class StatusRequest(Message, frozen=True):
+    """Asks for the numbers the terminal view shows."""
+
+
+class Farewell(Message, frozen=True):
+    """The sender leaves. ``everybody`` asks the buffer to tell all peers to stop, then to stop itself."""
+
+    everybody: bool = False
+
+
+# --- what the buffer answers ------------------------------------------------------------------------------------------------------
+
+
+class Welcome(Message, frozen=True):
+    """The peer is known now. ``lineage`` and ``version`` are the learner's as the buffer knows them."""
+
+    lineage: int
+    version: int
+
+
+class FinishedMember(msgspec.Struct, frozen=True):
+    """A member of a re-leased group that somebody already finished."""
+
+    member: int
+    reward: float | None
+
+
+class Lease(msgspec.Struct, frozen=True):
+    """The right to produce one group. ``members`` are the ones to play; ``finished`` the ones that are done already.
+
+    ``sequence`` numbers training leases in admission order. The actor starts only when its sampler holds ``admit_version`` or newer in ``lineage``.
+    ``seed`` is the environment's reset seed, shared by the group.
+    """
+
+    lineage: int
+    group_id: int
+    sequence: int
+    attempt: int
+    purpose: Purpose
+    env_id: str
+    task_index: int
+    seed: int
+    members: list[int]
+    admit_version: int
+    finished: list[FinishedMember] = []
+
+
+class Leases(Message, frozen=True):
+    """Leases pushed to an actor against its credit."""
+
+    leases: list[Lease]
+
+
+class Appended(Message, frozen=True):
+    """The rows are in the log. ``superseded`` counts trajectories whose member had been committed by an earlier attempt."""
+
+    num_stored: int
+    num_superseded: int
+
+
+class BatchReply(Message, frozen=True):
+    """A recorded batch; its rows follow as record-batch frames, group by group in this order.
+
+    ``withheld`` lists (group, member) pairs whose tokens must not train. ``recorded`` says that it had been served before.
+    ``checksums`` hold xxh3-64 of each frame's buffers.
+    """
+
+    lineage: int
+    version: int
+    groups: list[int]
+    withheld: list[tuple[int, int]]
+    recorded: bool
+    checksums: list[int]
+
+
+class Wait(Message, frozen=True):
+    """No batch can be formed yet; ``reason`` says which group the window waits for and who plays it."""
+
+    reason: str
+
+
+class Acknowledged(Message, frozen=True):
+    """Done. ``note`` is non-empty where a person should know (a digest that differs on redo)."""
+
+    note: str = ""
+
+
+class Refused(Message, frozen=True):
+    """Not done, and nothing stored."""
+
+    code: RefusalCode
+    reason: str
+
+
+class Stop(Message, frozen=True):
+    """Pushed: the run ends; finish what takes a moment and leave."""
+
+    reason: str
+
+
+class PeerStatus(msgspec.Struct, frozen=True):
+    """One peer as the buffer sees it. ``silent_s`` is the time since it last spoke."""
+
+    role: Role
+    peer_id: str
+    silent_s: float
+    counters: dict[str, float]
+    gauges: dict[str, float]
+    waiting_for: str
+    num_leases: int
+
+
+class StatusReply(Message, frozen=True):
+    """State of the stream. ``groups`` counts train groups per state over the whole run; ``learner_waits_for`` is empty while it trains."""
+
+    lineage: int
+    version: int
+    groups: dict[str, int]
+    counters: dict[str, float]
+    peers: list[PeerStatus]
+    learner_waits_for: str
+
+
+ClientMessage = Hello | Credit | Append | Heartbeat | Release | PullBatch | Trained | Published | Sync | StatusRequest | Farewell
+ServerMessage = Welcome | Leases | Appended | BatchReply | Wait | Acknowledged | Refused | Stop | StatusReply
+
+
+class Envelope(msgspec.Struct, frozen=True, array_like=True):
+    """What every header frame holds. ``run_id`` keeps runs apart that share a host; ``request_id`` 0 marks a push."""
+
+    protocol: int
+    run_id: str
+    request_id: int
+    message: ClientMessage | ServerMessage

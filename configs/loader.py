@@ -1,0 +1,211 @@
+"""Reads a configuration: YAML, presets, dotted overrides, validation; and writes or reopens a run folder.
+
+Order of precedence, lowest first: defaults of the schema, the preset named by ``learner.preset``, the YAML file, overrides ``a.b=value``.
+YAML is 1.2 (``1e-5`` is a number, ``no`` is a word); duplicate keys are refused.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.resources
+import io
+import platform
+import subprocess
+import uuid
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, cast, get_args
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+from ruamel.yaml import YAML
+from ruamel.yaml.constructor import DuplicateKeyError
+from ruamel.yaml.error import YAMLError
+
+from ..errors import ConfigError, RunFolderError
+from .run_folder import Run
+from .schema import Config, Learner
+
+_PACKAGE = importlib.resources.files(__name__.rpartition(".")[0])
+_RECORDED_PACKAGES = ("rollstream", "torch", "transformers", "tokenizers", "pyarrow", "pyzmq", "numpy", "gymnasium")
+
+
+def load_config(source: str | Path, overrides: Iterable[str] = ()) -> Config:
+    """Loads ``source``, a path or the name of a shipped recipe, applies ``overrides`` (``a.b=value``) and validates.
+
+    Raises :class:`ConfigError` with one line per problem: the key, the value, the bound.
+    """
+    name, text = _read(source)
+    values = _parse(text, name)
+    for override in overrides:
+        _apply_override(values, override)
+    return _validate(_with_preset(values, name), name)
+
+
+def load_run(folder: str | Path) -> Run:
+    """Opens an existing run folder. Raises :class:`RunFolderError` where it is none."""
+    folder = Path(folder).resolve()
+    path = folder / "config.yaml"
+    if not path.is_file():
+        raise RunFolderError(f"{folder} is not a run folder: it has no config.yaml; give the folder of a run, such as runs/quickstart")
+    values = _parse(path.read_text(encoding="utf-8"), str(path))
+    provenance = values.pop("provenance", None)
+    if not isinstance(provenance, dict) or not isinstance(run_id := cast("dict[str, Any]", provenance).get("run_id"), str):
+        raise RunFolderError(f"{path} carries no provenance.run_id: it was not written by rollstream train")
+    return Run(folder=folder, config=_validate(values, str(path)), run_id=run_id)
+
+
+def create_run(config: Config, *, resume: bool) -> Run:
+    """Makes the run folder of ``config``, or reopens it with ``resume``.
+
+    On resume the configuration may differ from the recorded one only where :func:`_changed_keys` finds nothing that would make the recorded
+    stream mean something else. Raises :class:`RunFolderError`.
+    """
+    folder = (Path(config.folder) / config.name).resolve()
+    if resume:
+        run = load_run(folder)
+        if changed := _changed_keys(run.config, config):
+            raise RunFolderError(f"{folder} was started with another {', '.join(changed)}; resume with the recorded values or start under another name")
+        resumed = Run(folder=folder, config=config, run_id=run.run_id)
+        _write_config(resumed)
+        return resumed
+    if folder.exists() and any(entry.name != ".lock" for entry in folder.iterdir()):
+        raise RunFolderError(f"{folder} already holds a run; go on with --resume, choose another name (name=NEW), or remove the folder")
+    run = Run(folder=folder, config=config, run_id=uuid.uuid4().hex)
+    for path in (run.stream_folder, run.checkpoints_folder, run.logs_folder):
+        path.mkdir(parents=True, exist_ok=True)
+    _write_config(run)
+    return run
+
+
+def dump_config(config: Config) -> str:
+    """The resolved configuration as YAML text."""
+    stream = io.StringIO()
+    yaml = YAML(typ="safe", pure=True)
+    yaml.default_flow_style = False
+    yaml.sort_base_mapping_type_on_output = False  # pyright: ignore[reportAttributeAccessIssue]
+    yaml.dump(config.model_dump(mode="json"), stream)
+    return stream.getvalue()
+
+
+def _read(source: str | Path) -> tuple[str, str]:
+    path = Path(source)
+    if path.is_file():
+        return str(path), path.read_text(encoding="utf-8")
+    recipe = _PACKAGE / f"{source}.yaml"
+    if path.name == str(source) and recipe.is_file():
+        return str(source), recipe.read_text(encoding="utf-8")
+    recipes = sorted(entry.name.removesuffix(".yaml") for entry in _PACKAGE.iterdir() if entry.name.endswith(".yaml"))
+    raise ConfigError(f"{source}: no such file, and no shipped recipe of that name; recipes are {', '.join(recipes)}")
+
+
+def _parse(text: str, name: str) -> dict[str, Any]:
+    try:
+        values: object = YAML(typ="safe", pure=True).load(text)
+    except DuplicateKeyError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else "?"
+        raise ConfigError(f"{name}:{line}: {str(error.problem).splitlines()[0]}; keep one of them") from None
+    except YAMLError as error:
+        raise ConfigError(f"{name}: not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{name}: holds {type(values).__name__}, expected a mapping of keys such as name, env, learner")
+    return cast("dict[str, Any]", values)
+
+
+def _apply_override(values: dict[str, Any], override: str) -> None:
+    path, separator, text = override.partition("=")
+    keys = path.split(".")
+    if not separator or not all(keys):
+        raise ConfigError(f"override {override!r} is not of the form a.b=value")
+    try:
+        value: object = YAML(typ="safe", pure=True).load(text)
+    except YAMLError as error:
+        raise ConfigError(f"override {override!r}: the value is not valid YAML: {' '.join(str(error).split())}") from None
+    node = values
+    for key in keys[:-1]:
+        child = node.setdefault(key, {})
+        if not isinstance(child, dict):
+            raise ConfigError(f"override {override!r}: {key} is {child!r}, not a section with keys of its own")
+        node = cast("dict[str, Any]", child)
+    node[keys[-1]] = value
+
+
+def _with_preset(values: dict[str, Any], name: str) -> dict[str, Any]:
+    learner = values.get("learner")
+    field = Learner.model_fields["preset"]
+    preset = cast("dict[str, Any]", learner).get("preset", field.default) if isinstance(learner, dict) else field.default
+    known = get_args(field.annotation)
+    if preset not in known:
+        raise ConfigError(f"{name}: learner.preset: {preset!r} is not one of {', '.join(known)}")
+    fragment = _parse((_PACKAGE / "presets" / f"{preset}.yaml").read_text(encoding="utf-8"), f"presets/{preset}.yaml")
+    return _merge(fragment, values)
+
+
+def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(below)
+    for key, value in above.items():
+        under = merged.get(key)
+        merged[key] = _merge(under, value) if isinstance(under, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def _validate(values: dict[str, Any], name: str) -> Config:
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        problems = "; ".join(_describe(item) for item in error.errors(include_url=False))
+        raise ConfigError(f"{name}: {problems}") from None
+
+
+def _describe(item: ErrorDetails) -> str:
+    key = ".".join(str(part) for part in item["loc"]) or "the file"
+    if item["type"] == "extra_forbidden":
+        return f"{key}: unknown key; check the spelling, or see `rollstream show-config` for every key there is"
+    if item["type"] == "missing":
+        return f"{key}: is required"
+    message = item["msg"][0].lower() + item["msg"][1:]
+    return f"{key}: {message.removeprefix('value error, ')} (got {item['input']!r})"
+
+
+def _changed_keys(before: Config, after: Config) -> list[str]:
+    """Sections whose change would give recorded trajectories another meaning; the length of the run, actors and launcher may change freely."""
+    fixed = ("seed", "model", "env", "warmup", "imports")
+    changed = [key for key in fixed if getattr(before, key) != getattr(after, key)]
+    learner = ("batch_groups", "group_size", "preset", "loss", "advantage", "optimizer")
+    changed += [f"learner.{key}" for key in learner if getattr(before.learner, key) != getattr(after.learner, key)]
+    buffer = ("depth", "max_lag", "degenerate", "max_refill")
+    return changed + [f"buffer.{key}" for key in buffer if getattr(before.buffer, key) != getattr(after.buffer, key)]
+
+
+def _write_config(run: Run) -> None:
+    provenance = {
+        "run_id": run.run_id,
+        "written_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "python": platform.python_version(),
+        "git": _git_commit(),
+        "packages": {name: _version(name) for name in _RECORDED_PACKAGES},
+    }
+    stream = io.StringIO()
+    yaml = YAML(typ="safe", pure=True)
+    yaml.default_flow_style = False
+    yaml.dump({"provenance": provenance}, stream)
+    temporary = run.config_path.with_suffix(".tmp")
+    temporary.write_text(dump_config(run.config) + "# What made this run; not configuration.\n" + stream.getvalue(), encoding="utf-8")
+    temporary.replace(run.config_path)
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _git_commit() -> str:
+    """Commit of the working folder the run was started from, with ``-dirty`` where it had changes; empty outside a repository."""
+    try:
+        done = subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=40"], capture_output=True, text=True, timeout=5, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""

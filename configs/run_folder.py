@@ -1,0 +1,91 @@
+"""A run on disk: where everything lives, and how its processes find one another.
+
+runs/NAME/
+config.yaml          resolved configuration and its provenance (run id, versions, git commit)
+ledger.sqlite        states of every group, recorded batches
+stream/              the durable Arrow log
+model/               the starting policy as a Hugging Face folder
+checkpoints/v000000/ one folder per kept version
+metrics.jsonl        one object per policy version
+tensorboard/         the same numbers
+logs/ROLE.log        what each process wrote
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from .schema import Config
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run: its folder, its configuration, its identity."""
+
+    folder: Path
+    config: Config
+    run_id: str
+
+    @property
+    def config_path(self) -> Path:
+        """The resolved configuration."""
+        return self.folder / "config.yaml"
+
+    @property
+    def ledger_path(self) -> Path:
+        """SQLite ledger."""
+        return self.folder / "ledger.sqlite"
+
+    @property
+    def stream_folder(self) -> Path:
+        """Arrow log."""
+        return self.folder / "stream"
+
+    @property
+    def model_folder(self) -> Path:
+        """The starting policy, a Hugging Face folder with tokenizer and chat template."""
+        return self.folder / "model"
+
+    @property
+    def checkpoints_folder(self) -> Path:
+        """Checkpoints."""
+        return self.folder / "checkpoints"
+
+    @property
+    def metrics_path(self) -> Path:
+        """One JSON object per policy version."""
+        return self.folder / "metrics.jsonl"
+
+    @property
+    def tensorboard_folder(self) -> Path:
+        """TensorBoard event files."""
+        return self.folder / "tensorboard"
+
+    @property
+    def logs_folder(self) -> Path:
+        """What each process wrote."""
+        return self.folder / "logs"
+
+    @property
+    def socket_folder(self) -> Path:
+        """Folder of the run's Unix sockets: short, since a path there is limited to 107 bytes, and private to the user."""
+        tag = hashlib.sha256(self.run_id.encode()).hexdigest()[:12]
+        return Path(tempfile.gettempdir()) / f"rollstream-{os.getuid()}" / tag
+
+    @property
+    def endpoint(self) -> str:
+        """Where the buffer listens, as ZeroMQ writes it."""
+        configured = self.config.buffer.endpoint
+        return f"ipc://{self.socket_folder / 'buffer'}" if configured == "ipc" else configured
+
+    @property
+    def weights_folder(self) -> Path:
+        """Shared memory of the weights channel; plain files under the temporary folder where the machine has no ``/dev/shm``."""
+        tag = hashlib.sha256(self.run_id.encode()).hexdigest()[:12]
+        memory = Path("/dev/shm")
+        base = memory if memory.is_dir() and os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
+        return base / f"rollstream-{os.getuid()}-{tag}"

@@ -1,0 +1,1 @@
+"""The learner: its loop, collate, advantages, corrections, losses, policy, checkpoints and the publisher of weights."""

@@ -1,0 +1,1 @@
+"""Per-token losses, registered by name."""
