@@ -136,6 +136,9 @@ def _build_tiny(config: TinyModel, seed: int, folder: Path) -> None:
     """
     import torch
     from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
 
     tokenizer: Any = build_tiny_tokenizer(config.max_positions)
     architecture = Qwen3Config(

@@ -38,6 +38,7 @@ def load_config(source: str | Path, overrides: Iterable[str] = ()) -> Config:
     """
     name, text = _read(source)
     values = _parse(text, name)
+    values.pop("provenance", None)  # a run's own config.yaml is a configuration too
     for override in overrides:
         _apply_override(values, override)
     return _validate(_with_preset(values, name), name)

@@ -136,8 +136,8 @@ class Actors(Section):
 class Correction(Section):
     """One factor of the correction weight (IS weight): a statistic of rho at ``level``, treated by ``mode`` with bounds ``low`` and ``high``."""
 
-    level: Literal["token", "sequence", "geometric", "min", "max"]
-    mode: Literal["truncate", "clip", "mask", "reject"]
+    level: str
+    mode: str
     low: float | None = None
     high: float | None = None
 
@@ -179,6 +179,9 @@ class Loss(Section):
     m2_threshold: Positive = 0.04
     m2_directional: bool = True
     entropy_coef: float = 0.0
+    kl: Literal["k1", "k2", "k3", "abs"] | None = None
+    kl_coef: float = Field(default=0.0, ge=0)
+    kl_is: bool = False
     agg: str = "token_mean"
     agg_length: float | None = Field(default=None, gt=0)
     agg_const: float | None = Field(default=None, gt=0)

@@ -1,0 +1,174 @@
+"""Cross-checks of a configuration: values that are each allowed and together cannot run, or would wait for ever.
+
+The schema bounds every key alone; here is what needs two keys, the files of a model, or the numbers of this machine. Nothing is written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+from ..errors import ConfigError
+from .run_folder import Run
+from .schema import Config, FolderModel, TinyModel
+
+_TINY_HEAD_DIM = 32
+_TINY_VOCABULARY = 264
+_SOCKET_PATH_BYTES = 107
+_GROUP_BASELINES = ("mean", "grpo", "rloo", "opo", "batch_std")
+
+
+def check_config(config: Config) -> None:
+    """Refuses a configuration whose parts contradict one another.
+
+    Raises :class:`ConfigError` with every contradiction in one line: the values, the bound, the remedy.
+    """
+    problems = [*_staleness(config), *_lengths(config), *_sampling(config), *_model(config), *_learning(config), *_endpoint(config)]
+    if problems:
+        raise ConfigError("; ".join(problems))
+
+
+def check_machine(run: Run) -> None:
+    """Refuses a run for which this machine has no free port, no room for its weights, or too long a temporary path.
+
+    Raises :class:`ConfigError`.
+    """
+    _check_port(run.config.buffer.endpoint)
+    if run.config.buffer.endpoint == "ipc":
+        length = len(os.fsencode(str(run.socket_folder / "buffer")))
+        if length > _SOCKET_PATH_BYTES:
+            raise ConfigError(
+                f"the Unix socket {run.socket_folder / 'buffer'} needs {length} bytes, the system allows {_SOCKET_PATH_BYTES}; "
+                "set TMPDIR to a shorter folder, or use buffer.endpoint=tcp://127.0.0.1:PORT"
+            )
+    base = run.weights_folder.parent
+    num_slots = run.config.actors.num + 2
+    needed, free = weights_bytes(config=run.config) * num_slots, os.statvfs(base)
+    free_bytes = free.f_bavail * free.f_frsize
+    if needed > free_bytes:
+        raise ConfigError(
+            f"{base} has {free_bytes / 2**20:,.0f} MiB free, the weights channel needs {needed / 2**20:,.0f} MiB ({num_slots} slots for actors.num "
+            f"{run.config.actors.num}); free some (ls {base}), enlarge it (mount -o remount,size=... {base}), or use fewer actors or a smaller model"
+        )
+
+
+def weights_bytes(config: Config) -> int:
+    """Bytes of one version of the weights as published, float32."""
+    if isinstance(config.model, FolderModel):
+        return 4 * sum(_safetensors_elements(path) for path in Path(config.model.path).expanduser().glob("*.safetensors"))
+    return 4 * _tiny_elements(config.model)
+
+
+def _staleness(config: Config) -> Iterator[str]:
+    buffer = config.buffer
+    if buffer.depth > buffer.max_lag:
+        yield (
+            f"buffer.depth {buffer.depth} is larger than buffer.max_lag {buffer.max_lag}: actors may lead by more batches than may be trained, so the "
+            f"learner would wait for ever; lower buffer.depth to {buffer.max_lag} or raise buffer.max_lag to {buffer.depth}"
+        )
+
+
+def _lengths(config: Config) -> Iterator[str]:
+    longest = config.actors.sampling.max_trajectory_tokens
+    positions = _max_positions(config)
+    if positions is not None and longest > positions:
+        remedy = "raise model.max_positions or lower" if isinstance(config.model, TinyModel) else "lower"
+        yield f"actors.sampling.max_trajectory_tokens {longest} is longer than the model's {positions} positions; {remedy} it"
+    if longest > (budget := config.learner.tokens_per_micro_batch):
+        yield (
+            f"learner.tokens_per_micro_batch {budget} is smaller than actors.sampling.max_trajectory_tokens {longest}: the longest trajectory would fit "
+            f"in no micro-batch; raise it to at least {longest}"
+        )
+    overlong = config.learner.advantage.overlong
+    if overlong is not None and overlong.buffer > overlong.max_len:
+        yield f"learner.advantage.overlong.buffer {overlong.buffer} is larger than its max_len {overlong.max_len}; lower it"
+
+
+def _sampling(config: Config) -> Iterator[str]:
+    sampling = config.actors.sampling
+    remedy = "the log-probabilities that are recorded would not be those of the policy that learns; set it back, cut sampling belongs to evaluation"
+    if sampling.top_p < 1:
+        yield f"actors.sampling.top_p {sampling.top_p} must be 1 in training: {remedy}"
+    if sampling.top_k > 0:
+        yield f"actors.sampling.top_k {sampling.top_k} must be 0 in training: {remedy}"
+
+
+def _model(config: Config) -> Iterator[str]:
+    model = config.model
+    if isinstance(model, TinyModel) and model.num_heads % model.num_kv_heads:
+        yield f"model.num_heads {model.num_heads} is not a multiple of model.num_kv_heads {model.num_kv_heads}; each key-value head serves whole query heads"
+    if isinstance(model, FolderModel) and not Path(model.path).expanduser().is_dir():
+        yield f"model.path {model.path} is not a folder; give the local folder of a Hugging Face model"
+
+
+def _learning(config: Config) -> Iterator[str]:
+    mode, size = config.learner.advantage.mode, config.learner.group_size
+    if size < 2 and mode in _GROUP_BASELINES:
+        yield (
+            f"learner.group_size {size} with learner.advantage.mode {mode}: a trajectory is compared with the others of its group, and there are none, so "
+            "every advantage would be 0; use group_size >= 2 or advantage.mode none"
+        )
+    for index, rule in enumerate(config.learner.loss.correction):
+        if rule.low is not None and rule.high is not None and rule.low > rule.high:
+            yield f"learner.loss.correction.{index}: low {rule.low} is above high {rule.high}; swap them"
+
+
+def _endpoint(config: Config) -> Iterator[str]:
+    endpoint = config.buffer.endpoint
+    if endpoint != "ipc" and not 1 <= (port := int(endpoint.rpartition(":")[2])) <= 65535:
+        yield f"buffer.endpoint {endpoint}: port {port} is not between 1 and 65535; choose one that is free, or ipc"
+
+
+def _check_port(endpoint: str) -> None:
+    if endpoint == "ipc":
+        return
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, int(port)))
+        except OSError as error:
+            reason = (error.strerror or str(error)).lower()
+            raise ConfigError(f"buffer.endpoint {endpoint} cannot be used: {reason}; stop what listens there, choose another port, or use ipc") from None
+
+
+def _max_positions(config: Config) -> int | None:
+    """Longest sequence the model takes; None where its folder does not say."""
+    if isinstance(config.model, TinyModel):
+        return config.model.max_positions
+    try:
+        values = json.loads((Path(config.model.path).expanduser() / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    values = values.get("text_config", values)
+    return int(values["max_position_embeddings"]) if "max_position_embeddings" in values else None
+
+
+def _tiny_elements(model: TinyModel) -> int:
+    attention = 2 * model.hidden_size * _TINY_HEAD_DIM * (model.num_heads + model.num_kv_heads) + 2 * _TINY_HEAD_DIM
+    block = attention + 3 * model.hidden_size * 2 * model.hidden_size + 2 * model.hidden_size
+    return _TINY_VOCABULARY * model.hidden_size + model.num_layers * block + model.hidden_size
+
+
+def _safetensors_elements(path: Path) -> int:
+    """Elements of every tensor in the file, from its header: 8 bytes of length, then JSON."""
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = cast("dict[str, dict[str, Any]]", json.loads(file.read(length)))
+    except (OSError, ValueError, struct.error):
+        raise ConfigError(f"model.path: {path} is not a readable safetensors file; copy the model again") from None
+    total = 0
+    for name, tensor in header.items():
+        if name == "__metadata__":
+            continue
+        elements = 1
+        for size in tensor["shape"]:
+            elements *= int(size)
+        total += elements
+    return total
