@@ -10,7 +10,7 @@ structs below, MessagePack) followed by Arrow IPC record-batch frames where the 
     Append + frames  ->             Appended | Refused           only after the rows are in the log
     Heartbeat        ->             Acknowledged                 keeps leases; carries the actor's counters and what it waits for
     Release          ->             Acknowledged                 an actor that stops gives its leases back
-    PullBatch        ->             BatchReply + frames | Wait   the same batch every time it is pulled
+    PullBatch        ->             BatchReply + frames | Wait   the same batch every time it is pulled; Stop when the run ends
     Trained          ->             Acknowledged                 the learner now holds this version
     Published        ->             Acknowledged                 digest of a version's weights
     Sync             ->             Acknowledged                 log and ledger are on disk: a checkpoint may count as complete
@@ -20,7 +20,7 @@ structs below, MessagePack) followed by Arrow IPC record-batch frames where the 
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 import msgspec
 
@@ -42,7 +42,7 @@ class Message(msgspec.Struct, tag=True, frozen=True):
 class Hello(Message, frozen=True):
     """Introduces a peer. ``incarnation`` differs at every process start; ``holding`` lists the groups this very process still plays.
 
-    The learner gives the ``version`` it holds: batches after it that were recorded are served again (redo).
+    The learner gives the ``version`` it holds: batches after it that were recorded are served again (redo). None leaves the books as they are.
     """
 
     role: Role
@@ -50,17 +50,21 @@ class Hello(Message, frozen=True):
     incarnation: str
     schema_version: int
     holding: list[int] = []
-    version: int = 0
+    version: int | None = None
 
 
 class Credit(Message, frozen=True):
-    """An actor's free capacity, as an absolute statement: ``num_groups`` more groups. Replaces the actor's earlier credit."""
+    """An actor's free capacity, as an absolute statement: ``num_groups`` more groups. Replaces the actor's earlier credit.
+
+    ``num_received`` counts the leases that had reached it since its Hello, so that those still on their way are not granted twice over.
+    """
 
     num_groups: int
+    num_received: int = 0
 
 
 class Append(Message, frozen=True):
-    """Finished trajectories, as one Arrow record-batch frame. ``checksum`` is xxh3-64 of the batch's buffers (see ``columns``)."""
+    """Finished trajectories, as one Arrow record-batch frame. ``checksum`` is the xxh3-64 of that frame (see ``columns``)."""
 
     num_trajectories: int
     checksum: int
@@ -169,10 +173,12 @@ class Appended(Message, frozen=True):
 
 
 class BatchReply(Message, frozen=True):
-    """A recorded batch; its rows follow as record-batch frames, group by group in this order.
+    """A recorded batch; its rows follow as record-batch frames.
+
+    ``groups`` are in their recorded order, the frames in the order of the log.
 
     ``withheld`` lists (group, member) pairs whose tokens must not train. ``recorded`` says that it had been served before.
-    ``checksums`` hold xxh3-64 of each frame's buffers.
+    ``checksums`` hold the xxh3-64 of each frame. Frames may hold rows of a trajectory in any order of groups; ``num_trajectories`` says how many there are.
     """
 
     lineage: int
@@ -181,6 +187,7 @@ class BatchReply(Message, frozen=True):
     withheld: list[tuple[int, int]]
     recorded: bool
     checksums: list[int]
+    num_trajectories: int
 
 
 class Wait(Message, frozen=True):
@@ -235,10 +242,13 @@ ClientMessage = Hello | Credit | Append | Heartbeat | Release | PullBatch | Trai
 ServerMessage = Welcome | Leases | Appended | BatchReply | Wait | Acknowledged | Refused | Stop | StatusReply
 
 
-class Envelope(msgspec.Struct, frozen=True, array_like=True):
+M = TypeVar("M")
+
+
+class Envelope(msgspec.Struct, Generic[M], frozen=True, array_like=True):
     """What every header frame holds. ``run_id`` keeps runs apart that share a host; ``request_id`` 0 marks a push."""
 
     protocol: int
     run_id: str
     request_id: int
-    message: ClientMessage | ServerMessage
+    message: M

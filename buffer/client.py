@@ -1,0 +1,266 @@
+"""How the learner and the supervisor speak to the buffer: blocking calls over one DEALER socket per thread.
+
+Each call is a request that the buffer may see twice without harm. A call survives a restart of the buffer: the new one refuses an unknown peer, the client
+says Hello again and repeats its request. A buffer that stays silent for ``silent_s`` raises :class:`~rollstream.errors.DeadlineExceeded`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Self
+
+import msgspec
+import zmq
+
+from ..errors import Corrupt, DeadlineExceeded, Refused, StreamError
+from . import wire
+from .actor_client import ActorClient
+from .columns import SCHEMA_VERSION, aligned, decode, from_frame
+from .types import Batch, Trajectory
+
+__all__ = ["ActorClient", "LearnerClient", "SupervisorClient"]
+
+logger = logging.getLogger(__name__)
+
+_RESEND_S = 2.0
+_SLICE_S = 0.1
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(wire.Envelope[wire.ServerMessage])
+
+
+class Connection:
+    """One DEALER socket and its requests; for one thread. ``hello`` makes the introduction, anew at each Hello."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, run_id: str, hello: Callable[[], wire.Hello], *, silent_s: float) -> None:
+        self.stop_reason: str | None = None
+        self._endpoint = endpoint
+        self._run_id = run_id
+        self._hello = hello
+        self._silent_s = silent_s
+        self._request_ids = itertools.count(1)
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 200)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        self._socket.setsockopt(zmq.SNDTIMEO, 0)
+        self._socket.connect(endpoint)
+
+    def request(
+        self, message: wire.ClientMessage, *, timeout_s: float | None = None, cancelled: Callable[[], bool] = lambda: False
+    ) -> tuple[wire.ServerMessage, Sequence[zmq.Frame]] | None:
+        """Sends ``message`` until it is answered; gives the answer and its payload, or None once ``cancelled`` says so.
+
+        Raises:
+            DeadlineExceeded: no answer for ``timeout_s`` (by default the connection's ``silent_s``).
+            Refused: the buffer refused it.
+
+        """
+        timeout_s = self._silent_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + timeout_s
+        request_id = next(self._request_ids)
+        resend_at = time.monotonic()
+        while not cancelled():
+            if time.monotonic() >= resend_at:
+                self._send(request_id, message)
+                resend_at = time.monotonic() + _RESEND_S
+            answer = self._receive(min(_SLICE_S, deadline - time.monotonic()))
+            if answer is None and time.monotonic() >= deadline:
+                name, role = type(message).__name__, self._hello().role
+                raise DeadlineExceeded(f"the buffer at {self._endpoint} did not answer the {role}'s {name} for {timeout_s:g} s; is its process alive?")
+            if answer is None or answer[0].request_id != request_id:
+                continue
+            reply = answer[0].message
+            if isinstance(reply, wire.Refused):
+                if reply.code != "unknown_peer":
+                    raise Refused(reply.code, reply.reason)
+                self.request(self._hello(), timeout_s=deadline - time.monotonic())
+                resend_at = time.monotonic()
+            else:
+                return reply, answer[1]
+        return None
+
+    def _send(self, request_id: int, message: wire.ClientMessage) -> None:
+        header = _encoder.encode(wire.Envelope(wire.PROTOCOL_VERSION, self._run_id, request_id, message))
+        try:
+            self._socket.send(header)
+        except zmq.Again:
+            logger.debug("event=send_queue_full endpoint=%s", self._endpoint)  # sent again soon
+
+    def _receive(self, timeout_s: float) -> tuple[wire.Envelope[wire.ServerMessage], Sequence[zmq.Frame]] | None:
+        if not self._socket.poll(max(1, int(timeout_s * 1000))):
+            return None
+        frames = self._socket.recv_multipart(copy=False)
+        envelope = _decoder.decode(frames[0].buffer)
+        if isinstance(envelope.message, wire.Stop):
+            self.stop_reason = envelope.message.reason
+        return envelope, frames[1:]
+
+    def close(self) -> None:
+        """Says Farewell and closes the socket."""
+        self._send(next(self._request_ids), wire.Farewell())
+        self._socket.close()
+
+
+class _Client:
+    """A peer with one connection per calling thread; only that of the thread that said Hello speaks for the peer itself."""
+
+    def __init__(self, endpoint: str, run_id: str, role: wire.Role, peer_id: str, silent_s: float) -> None:
+        self._endpoint = endpoint
+        self._run_id = run_id
+        self._role: wire.Role = role
+        self._peer_id = peer_id
+        self._silent_s = silent_s
+        self._incarnation = uuid.uuid4().hex
+        self._version: int | None = None
+        self._context = zmq.Context()
+        self._connections: dict[int, Connection] = {}
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Leaves; to be called when no other thread uses the client any more."""
+        with self._lock:
+            for connection in self._connections.values():
+                connection.close()
+            self._connections.clear()
+        self._context.term()
+
+    @property
+    def connection(self) -> Connection:
+        """The connection of the calling thread."""
+        thread = threading.get_ident()
+        with self._lock:
+            if thread not in self._connections:
+                index = len(self._connections)
+                self._connections[thread] = Connection(self._context, self._endpoint, self._run_id, lambda: self._introduction(index), silent_s=self._silent_s)
+            return self._connections[thread]
+
+    def _introduction(self, index: int) -> wire.Hello:
+        if index == 0:
+            return wire.Hello(self._role, self._peer_id, self._incarnation, SCHEMA_VERSION, version=self._version)
+        return wire.Hello(self._role, f"{self._peer_id}/{index}", self._incarnation, SCHEMA_VERSION)
+
+    def _ask(self, message: wire.ClientMessage, timeout_s: float | None = None) -> wire.ServerMessage:
+        answer = self.connection.request(message, timeout_s=timeout_s)
+        assert answer is not None  # nothing cancels it
+        return answer[0]
+
+
+class LearnerClient(_Client):
+    """The learner's side of the stream. May be used from several threads; :meth:`hello` comes first and names the main one.
+
+    ``silent_s``: how long the buffer may be silent (dead, restarting) before a call gives up.
+    """
+
+    def __init__(self, endpoint: str, run_id: str, peer_id: str = "learner", *, silent_s: float = 30.0) -> None:
+        super().__init__(endpoint, run_id, "learner", peer_id, silent_s)
+
+    def hello(self, version: int) -> wire.Welcome:
+        """Says that the learner holds ``version``; recorded batches beyond it will be served again.
+
+        Raises:
+            DeadlineExceeded: no buffer answered.
+            Refused: wrong run, protocol or schema, or a version the buffer never saw.
+
+        """
+        self._version = version
+        welcome = self._ask(self._introduction(0))
+        assert isinstance(welcome, wire.Welcome)
+        return welcome
+
+    def pull(self, version: int, on_wait: Callable[[str], None], stop: threading.Event) -> Batch | None:
+        """The batch that makes ``version``, the same each time; None if ``stop`` was set or the run ends.
+
+        Waits as long as it takes; ``on_wait`` hears at least every second what for.
+
+        Raises:
+            DeadlineExceeded: the buffer itself was silent.
+            Corrupt: the rows do not match their checksums.
+            Refused: that version is neither recorded nor next, or its rows are damaged.
+
+        """
+        connection = self.connection
+        while not stop.is_set():
+            answer = connection.request(wire.PullBatch(version), cancelled=lambda: stop.is_set() or connection.stop_reason is not None)
+            if answer is None or isinstance(answer[0], wire.Stop):
+                return None
+            if isinstance(answer[0], wire.BatchReply):
+                return _assemble(answer[0], answer[1])
+            assert isinstance(answer[0], wire.Wait)
+            on_wait(answer[0].reason)
+        return None
+
+    def trained(self, version: int) -> None:
+        """The learner holds ``version`` now: its groups are trained.
+
+        Raises:
+            Refused: a version was left out.
+
+        """
+        self._version = version
+        self._ask(wire.Trained(version))
+
+    def published(self, version: int, digest: str) -> str:
+        """Records the digest of a version's weights; gives a note where it differs from the one recorded before a redo."""
+        acknowledged = self._ask(wire.Published(version, digest))
+        assert isinstance(acknowledged, wire.Acknowledged)
+        return acknowledged.note
+
+    def sync(self) -> None:
+        """Returns once log and ledger are on the disk."""
+        self._ask(wire.Sync())
+
+    def status(self) -> wire.StatusReply:
+        """The buffer's numbers."""
+        reply = self._ask(wire.StatusRequest())
+        assert isinstance(reply, wire.StatusReply)
+        return reply
+
+
+class SupervisorClient(_Client):
+    """The supervisor's side: looks, and ends the run."""
+
+    def __init__(self, endpoint: str, run_id: str, peer_id: str = "supervisor") -> None:
+        super().__init__(endpoint, run_id, "supervisor", peer_id, silent_s=5.0)
+
+    def status(self, timeout_s: float) -> wire.StatusReply | None:
+        """The buffer's numbers, None when it does not answer in time."""
+        try:
+            reply = self._ask(wire.StatusRequest(), timeout_s)
+        except DeadlineExceeded:
+            return None
+        assert isinstance(reply, wire.StatusReply)
+        return reply
+
+    def stop_everybody(self, timeout_s: float) -> bool:
+        """Has the buffer tell all peers to stop, and then stop itself; False when it does not answer in time."""
+        try:
+            self._ask(wire.Farewell(everybody=True), timeout_s)
+        except DeadlineExceeded:
+            return False
+        return True
+
+
+def _assemble(reply: wire.BatchReply, frames: Sequence[zmq.Frame]) -> Batch:
+    """The batch in its recorded order, from frames in the order of the log."""
+    if len(frames) != len(reply.checksums):
+        raise Corrupt(f"batch {reply.version}: {len(reply.checksums)} frames announced, {len(frames)} came")
+    trajectories: list[Trajectory] = []
+    for frame, checksum in zip(frames, reply.checksums, strict=True):
+        trajectories.extend(decode(from_frame(aligned(frame.buffer), checksum)))
+    if len(trajectories) != reply.num_trajectories:
+        raise StreamError(f"batch {reply.version}: {reply.num_trajectories} trajectories announced, {len(trajectories)} came; run `rollstream audit`")
+    place = {group_id: index for index, group_id in enumerate(reply.groups)}
+    trajectories.sort(key=lambda trajectory: (place[trajectory.key.group_id], trajectory.key.member))
+    return Batch(reply.lineage, reply.version, tuple(reply.groups), tuple(trajectories), frozenset(reply.withheld), reply.recorded)

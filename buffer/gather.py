@@ -1,0 +1,66 @@
+"""Reads a batch's rows back from the log as frames ready to send."""
+
+# pyarrow ships no types
+# pyright: reportUnknownParameterType=false
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pyarrow as pa
+
+from .columns import frame_checksum, rows_of, to_frame
+from .ledger import Ledger
+from .log import Log
+
+_WHOLE_BYTES = 128 * 1024  # from this size on sending an append as it lies costs less than copying its rows
+_MERGED_BYTES = 64 * 1024 * 1024
+
+
+def gather(ledger: Ledger, log: Log, group_ids: Iterable[int]) -> tuple[list[pa.Buffer], list[int], int]:
+    """Frames that hold the committed rows of these groups and no others, their checksums, and the number of trajectories.
+
+    A large append all of whose rows are wanted goes out as it lies in the log, neither copied nor read (the receiver checks it); all other rows are checked
+    here and merged into few frames.
+
+    Raises:
+        Corrupt: the log no longer holds what was stored.
+
+    """
+    wanted: dict[int, list[Key]] = {}
+    for group_id in group_ids:
+        for member in ledger.members(group_id):
+            wanted.setdefault(member.append_id, []).append((group_id, member.member, member.attempt))
+    frames: list[pa.Buffer] = []
+    checksums: list[int] = []
+    merged: list[pa.RecordBatch] = []
+    merged_bytes = 0
+    for append_id, keys in wanted.items():
+        location, num_trajectories = ledger.append(append_id)
+        if len(keys) == num_trajectories and (location.size_bytes >= _WHOLE_BYTES or len(wanted) == 1):
+            frames.append(log.frame(location))
+            checksums.append(location.checksum)
+            continue
+        merged.append(_committed(log.read(location), set(keys)))
+        merged_bytes += location.size_bytes
+        if merged_bytes >= _MERGED_BYTES:
+            _merge(merged, frames, checksums)
+            merged, merged_bytes = [], 0
+    if merged:
+        _merge(merged, frames, checksums)
+    return frames, checksums, sum(map(len, wanted.values()))
+
+
+Key = tuple[int, int, int]
+
+
+def _committed(batch: pa.RecordBatch, keys: set[Key]) -> pa.RecordBatch:
+    """The rows of these (group, member, attempt)."""
+    found = zip(*(batch.column(name).to_pylist() for name in ("group_id", "member", "attempt")), strict=True)
+    return rows_of(batch, [row for row, key in enumerate(found) if key in keys])
+
+
+def _merge(batches: list[pa.RecordBatch], frames: list[pa.Buffer], checksums: list[int]) -> None:
+    frame = to_frame(pa.concat_batches(batches))
+    frames.append(frame)
+    checksums.append(frame_checksum(frame))

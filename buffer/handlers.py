@@ -1,0 +1,329 @@
+"""What the buffer does with each message.
+
+A handler changes the books and queues its answer; answers leave only after :meth:`Handlers.commit`. Anything malformed, of another run, another protocol or
+another schema version is refused with a code and a reason, counted, and never stored; no message can end the loop.
+"""
+
+# pyarrow ships no types
+# pyright: reportUnknownParameterType=false
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import pyarrow as pa
+import zmq
+
+from ..configs.run_folder import Run
+from ..errors import Corrupt, DataRefused, Refused
+from . import wire
+from .books import Books
+from .columns import SCHEMA_VERSION, aligned, frame_checksum, from_frame, rows_of, to_frame
+from .facts import Fact, facts
+from .gather import gather
+from .log import Log
+from .peers import Peer, Peers
+
+logger = logging.getLogger(__name__)
+
+Payload = Sequence[zmq.Frame]
+
+_PARK_S = 1.0
+_RESTART_GRACE_S = 5.0
+_PROBE_S = 2.0  # twice the clients' heartbeat
+_SETTLE_S = 5.0  # a lease younger than this may still be on its way to its actor
+
+
+_header = msgspec.msgpack.Decoder(wire.Envelope[msgspec.Raw])  # the message itself is decoded once protocol and run are known to be ours
+_message = msgspec.msgpack.Decoder(wire.ClientMessage)
+_encoder = msgspec.msgpack.Encoder()
+
+
+class _Parked(msgspec.Struct):
+    """A pull that waits for its batch."""
+
+    route: bytes
+    request_id: int
+    version: int
+    since: float
+
+
+class Handlers:
+    """The state of the buffer between two polls: books, log, peers, the answers of this round."""
+
+    def __init__(self, run: Run, books: Books, log: Log) -> None:
+        self.books = books
+        self.log = log
+        self.peers = Peers()
+        self.round_bytes = 0
+        self._run_id = run.run_id
+        self._lease_timeout_s = run.config.buffer.lease_timeout_s
+        self._outbox: list[Sequence[Any]] = []
+        self._parked: dict[str, _Parked] = {}
+        self._next_append_id = books.ledger.last_append_id() + 1
+        self._stopping_since: float | None = None
+        self._stop_reason = ""
+        self._started_at = time.monotonic()
+        self._handlers: dict[type[wire.Message], Callable[[Peer, Any, int, Payload, float], None]] = {
+            wire.Credit: self._credit,
+            wire.Append: self._append,
+            wire.Heartbeat: self._heartbeat,
+            wire.Release: self._release,
+            wire.PullBatch: self._pull,
+            wire.Trained: self._trained,
+            wire.Published: self._published,
+            wire.Sync: self._sync,
+            wire.StatusRequest: self._status,
+            wire.Farewell: self._farewell,
+        }
+
+    # --- one round ------------------------------------------------------------------------------------------------------------------
+
+    def receive(self, frames: Sequence[zmq.Frame], now: float) -> None:
+        """Handles one message: ``frames`` are the route, the header, and the payload."""
+        route = frames[0].bytes
+        self.round_bytes += sum(len(frame) for frame in frames)
+        request_id = 0
+        try:
+            if len(frames) < 2:
+                raise Refused("malformed", "a message without a header frame")
+            header = _header.decode(frames[1].buffer)
+            request_id = header.request_id
+            if header.protocol != wire.PROTOCOL_VERSION:
+                raise Refused("wrong_protocol", f"protocol {header.protocol}, this buffer speaks {wire.PROTOCOL_VERSION}; install the same version everywhere")
+            if header.run_id != self._run_id:
+                raise Refused("wrong_run", f"a message of run {header.run_id}, this is the buffer of run {self._run_id}")
+            message = _message.decode(header.message)
+            if isinstance(message, wire.Hello):
+                self._hello(route, message, request_id, now)
+                return
+            peer = self.peers.at(route)
+            if peer is None:
+                raise Refused("unknown_peer", "say Hello first: this buffer was started after you spoke to it, or you had been silent for too long")
+            peer.last_heard = now
+            self._handlers[type(message)](peer, message, request_id, frames[2:], now)
+        except Refused as error:
+            self._refuse(route, request_id, error.code, str(error.args[1]))
+        except Corrupt as error:
+            self._refuse(route, request_id, "corrupt", str(error))
+        except (DataRefused, msgspec.MsgspecError, UnicodeDecodeError) as error:
+            self._refuse(route, request_id, "malformed", str(error))
+
+    def tick(self, now: float, *, drained: bool) -> None:
+        """What the clock and the changed books bring: leases that expire, leases to push, pulls to answer.
+
+        Nobody is called silent while messages still wait to be read (``drained`` false).
+        """
+        if drained:
+            self._expire(now)
+        if self._stopping_since is None:
+            self._push_leases(now)
+        for peer_id, parked in list(self._parked.items()):
+            self._try_pull(peer_id, parked, now)
+
+    def commit(self) -> None:
+        """Makes this round durable: the log first, then the ledger."""
+        self.books.save_counters()
+        self.log.flush()
+        self.books.ledger.commit()
+        self.log.release()
+        self.round_bytes = 0
+
+    def take_outbox(self) -> list[Sequence[Any]]:
+        """The answers of the committed round, as multipart messages."""
+        outbox, self._outbox = self._outbox, []
+        return outbox
+
+    def everybody_left(self, now: float, grace_s: float) -> bool:
+        """Whether the supervisor told everybody to stop and nobody but it is left, or the grace is over."""
+        if self._stopping_since is None:
+            return False
+        return all(peer.role == "supervisor" for peer in self.peers) or now - self._stopping_since > grace_s
+
+    def unreachable(self, route: bytes) -> None:
+        """The connection behind ``route`` is gone, so its process is: what it holds is offered again at once. If it lives it will say Hello and claim."""
+        peer = self.peers.at(route)
+        if peer is not None:
+            logger.warning("event=peer_unreachable role=%s peer=%s", peer.role, peer.peer_id)
+            self.books.give_up(peer.peer_id)
+            self._parked.pop(peer.peer_id, None)
+            self.peers.leave(peer)
+
+    def _send(self, route: bytes, request_id: int, message: wire.ServerMessage, payload: Sequence[pa.Buffer] = ()) -> None:
+        header = _encoder.encode(wire.Envelope(wire.PROTOCOL_VERSION, self._run_id, request_id, message))
+        self._outbox.append((route, header, *payload))
+
+    def _refuse(self, route: bytes, request_id: int, code: str, reason: str) -> None:
+        if code != "unknown_peer":  # every client says Hello again after a restart: nothing is wrong
+            self.books.counters["refused"] += 1
+            logger.warning("event=refused code=%s reason=%r", code, reason)
+        self._send(route, request_id, wire.Refused(msgspec.convert(code, wire.RefusalCode), reason))
+
+    # --- peers ----------------------------------------------------------------------------------------------------------------------
+
+    def _hello(self, route: bytes, hello: wire.Hello, request_id: int, now: float) -> None:
+        if hello.schema_version != SCHEMA_VERSION:
+            raise Refused(
+                "wrong_schema", f"{hello.peer_id} writes schema version {hello.schema_version}, this buffer {SCHEMA_VERSION}; install the same version"
+            )
+        if hello.role == "learner" and hello.version is not None:
+            self.books.resume(hello.version)
+        self.peers.hello(route, hello, now)
+        if hello.role == "actor":
+            self.books.give_up(hello.peer_id, keep=frozenset(hello.holding))
+            self.books.claim(hello.peer_id, hello.holding, now)
+        logger.info("event=hello role=%s peer=%s holding=%d", hello.role, hello.peer_id, len(hello.holding))
+        self._send(route, request_id, wire.Welcome(self.books.lineage, self.books.version))
+        if self._stopping_since is not None and hello.role != "supervisor":
+            self._send(route, 0, wire.Stop(self._stop_reason))
+
+    def _credit(self, peer: Peer, message: wire.Credit, request_id: int, payload: Payload, now: float) -> None:
+        peer.credit = max(0, message.num_groups - (peer.num_pushed - message.num_received))
+
+    def _heartbeat(self, peer: Peer, message: wire.Heartbeat, request_id: int, payload: Payload, now: float) -> None:
+        peer.counters, peer.gauges, peer.waiting_for = message.counters, message.gauges, message.waiting_for
+        self.books.give_up(peer.peer_id, keep=frozenset(message.holding), granted_before=now - _SETTLE_S)
+        self._send(peer.route, request_id, wire.Acknowledged())
+
+    def _release(self, peer: Peer, message: wire.Release, request_id: int, payload: Payload, now: float) -> None:
+        self.books.give_up(peer.peer_id, keep=self.books.held(peer.peer_id) - frozenset(message.group_ids))
+        peer.credit = 0
+        self._send(peer.route, request_id, wire.Acknowledged())
+
+    def _farewell(self, peer: Peer, message: wire.Farewell, request_id: int, payload: Payload, now: float) -> None:
+        self._send(peer.route, request_id, wire.Acknowledged())
+        if message.everybody and self._stopping_since is None:
+            self._stopping_since = now
+            self._stop_reason = f"{peer.peer_id} ends the run"
+            logger.info("event=stopping by=%s", peer.peer_id)
+            for other in self.peers:
+                if other.role != "supervisor":
+                    self._send(other.route, 0, wire.Stop(self._stop_reason))
+        elif not message.everybody:
+            self.books.give_up(peer.peer_id)
+            self._parked.pop(peer.peer_id, None)
+            self.peers.leave(peer)
+
+    def _expire(self, now: float) -> None:
+        """Offers again what silent actors hold; after a restart, what actors hold that have not come back."""
+        grace_s = min(self._lease_timeout_s, _RESTART_GRACE_S)
+        for peer_id in self.books.holders():
+            peer = self.peers.named(peer_id)
+            gone = now - self._started_at > grace_s if peer is None else now - peer.last_heard > self._lease_timeout_s
+            if gone:
+                num_expired = self.books.give_up(peer_id)
+                self.books.counters["leases_expired"] += num_expired
+                logger.warning("event=leases_expired peer=%s leases=%d timeout_s=%g", peer_id, num_expired, self._lease_timeout_s)
+                if peer is not None:
+                    self.peers.leave(peer)
+        for peer in self.peers:
+            if peer.role == "actor" and now - max(peer.last_heard, peer.probed_at) > _PROBE_S:
+                peer.probed_at = now
+                self._send(peer.route, 0, wire.Acknowledged())  # fails at once where the process is dead: see unreachable
+
+    def _push_leases(self, now: float) -> None:
+        pushed: dict[bytes, list[wire.Lease]] = {}
+        while (peer := self.peers.neediest()) is not None and (lease := self.books.grant(peer.peer_id, now)) is not None:
+            peer.credit -= 1
+            peer.num_pushed += 1
+            pushed.setdefault(peer.route, []).append(lease)
+        for route, leases in pushed.items():
+            self._send(route, 0, wire.Leases(leases))
+
+    # --- rows -----------------------------------------------------------------------------------------------------------------------
+
+    def _append(self, peer: Peer, message: wire.Append, request_id: int, payload: Payload, now: float) -> None:
+        if len(payload) != 1:
+            raise Refused("malformed", f"an append has one record-batch frame, this one {len(payload)}")
+        frame = aligned(payload[0].buffer)
+        batch = from_frame(frame, message.checksum)
+        found = facts(batch)
+        if len(found) != message.num_trajectories:
+            raise Refused("malformed", f"{message.num_trajectories} trajectories announced, {len(found)} found")
+        self.books.check_known(found)
+        verdicts = [self.books.receive(fact, self._next_append_id) for fact in found]
+        stored = [fact for fact, verdict in zip(found, verdicts, strict=True) if verdict == "store"]
+        if stored:
+            self._store(stored, frame, batch)
+        counters = self.books.counters
+        counters["episodes"] += len(found) - verdicts.count("duplicate")
+        for verdict in ("duplicate", "superseded", "retry"):
+            counters[_COUNTED_AS[verdict]] += verdicts.count(verdict)
+        self._send(peer.route, request_id, wire.Appended(len(stored), verdicts.count("superseded")))
+
+    def _store(self, stored: list[Fact], frame: pa.Buffer, batch: pa.RecordBatch) -> None:
+        """Writes the frame as it came; where some of its rows were not accepted, a frame of the others."""
+        num_rows = sum(fact.num_rows for fact in stored)
+        if num_rows < batch.num_rows:
+            frame = to_frame(rows_of(batch, [fact.first_row + index for fact in stored for index in range(fact.num_rows)]))
+        location = self.log.append(frame, frame_checksum(frame))
+        self.books.ledger.put_append(self._next_append_id, location, num_rows, len(stored))
+        self._next_append_id += 1
+        counters = self.books.counters
+        counters["appends"] += 1
+        counters["rows_stored"] += num_rows
+        counters["trajectories_stored"] += len(stored)
+        counters["bytes_stored"] += frame.size
+
+    # --- batches --------------------------------------------------------------------------------------------------------------------
+
+    def _pull(self, peer: Peer, message: wire.PullBatch, request_id: int, payload: Payload, now: float) -> None:
+        if not 1 <= message.version <= self.books.last_batch + 1:
+            self.books.batch(message.version)  # raises the refusal
+        self._parked[peer.peer_id] = _Parked(peer.route, request_id, message.version, now)
+
+    def _try_pull(self, peer_id: str, parked: _Parked, now: float) -> None:
+        if self._stopping_since is not None:
+            self._send(parked.route, parked.request_id, wire.Stop(self._stop_reason))
+        else:
+            recorded = parked.version <= self.books.last_batch
+            try:
+                batch = self.books.batch(parked.version)
+                if batch is None:
+                    if now - parked.since < _PARK_S:
+                        return
+                    self._send(parked.route, parked.request_id, wire.Wait(self.books.waits_for()))
+                else:
+                    self.log.flush()
+                    frames, checksums, num_trajectories = gather(self.books.ledger, self.log, batch.groups)
+                    reply = wire.BatchReply(batch.lineage, batch.version, batch.groups, batch.withheld, recorded, checksums, num_trajectories)
+                    self._send(parked.route, parked.request_id, reply, frames)
+            except Refused as error:
+                self._refuse(parked.route, parked.request_id, error.code, str(error.args[1]))
+            except Corrupt as error:
+                self._refuse(parked.route, parked.request_id, "corrupt", str(error))
+        del self._parked[peer_id]
+
+    def _trained(self, peer: Peer, message: wire.Trained, request_id: int, payload: Payload, now: float) -> None:
+        self.books.trained(message.version)
+        self._send(peer.route, request_id, wire.Acknowledged())
+
+    def _published(self, peer: Peer, message: wire.Published, request_id: int, payload: Payload, now: float) -> None:
+        self._send(peer.route, request_id, wire.Acknowledged(self.books.published(message.version, message.digest)))
+
+    def _sync(self, peer: Peer, message: wire.Sync, request_id: int, payload: Payload, now: float) -> None:
+        self.books.save_counters()
+        self.log.sync()
+        self.books.ledger.sync()
+        self._send(peer.route, request_id, wire.Acknowledged())
+
+    # --- looking --------------------------------------------------------------------------------------------------------------------
+
+    def _status(self, peer: Peer, message: wire.StatusRequest, request_id: int, payload: Payload, now: float) -> None:
+        books = self.books
+        groups = {state: books.counts[state] for state in ("open", "ready", "assigned", "trained", "dropped")}
+        counters: dict[str, float] = {**dict.fromkeys(_ALL_COUNTERS, 0.0), **books.counters, "leased": books.num_leased, "cpu_s": time.process_time()}
+        waits_for = books.waits_for() if self._parked else ""
+        peers = [other.status(now, len(books.held(other.peer_id))) for other in self.peers]
+        self._send(peer.route, request_id, wire.StatusReply(books.lineage, books.version, groups, counters, peers, waits_for))
+
+
+_COUNTED_AS = {"duplicate": "duplicates", "superseded": "superseded", "retry": "retries"}
+_ALL_COUNTERS = (
+    *("leases", "leases_given_up", "leases_expired", "episodes", "invalid_infra", "invalid_env", "retries", "superseded", "duplicates", "refused"),
+    *("appends", "rows_stored", "trajectories_stored", "bytes_stored", "age_drops", "refilled_groups", "digests_differ"),
+)

@@ -1,0 +1,312 @@
+"""The ledger: which groups were leased, who finished which member, which groups made which batch, where the rows lie.
+
+One SQLite database in write-ahead mode, written by the buffer alone and readable by anyone at any time. Everything the buffer does between two polls is
+one transaction, committed after the log was flushed and before anybody is told. Every query at run time goes by primary key, so its cost does not grow
+with the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from ..errors import RunFolderError, StreamError
+from .columns import SCHEMA_VERSION
+from .log import Location
+from .types import GroupState
+
+_TABLES = """
+CREATE TABLE IF NOT EXISTS meta(key TEXT PRIMARY KEY, value) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS groups(
+    group_id INTEGER PRIMARY KEY, lineage INTEGER NOT NULL, sequence INTEGER NOT NULL, env_id TEXT NOT NULL, task_index INTEGER NOT NULL, seed INTEGER NOT NULL,
+    num_members INTEGER NOT NULL, admit_version INTEGER NOT NULL, attempt INTEGER NOT NULL, state TEXT NOT NULL, version INTEGER, reason TEXT, holder TEXT);
+CREATE INDEX IF NOT EXISTS groups_unassigned ON groups(sequence) WHERE state IN ('open', 'ready');
+CREATE TABLE IF NOT EXISTS members(
+    group_id INTEGER NOT NULL, member INTEGER NOT NULL, attempt INTEGER NOT NULL, append_id INTEGER NOT NULL, reward REAL, status TEXT NOT NULL,
+    stop_reason TEXT NOT NULL, num_tokens INTEGER NOT NULL, num_trained_tokens INTEGER NOT NULL, min_version INTEGER, max_version INTEGER,
+    PRIMARY KEY(group_id, member)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS failures(
+    group_id INTEGER NOT NULL, member INTEGER NOT NULL, attempt INTEGER NOT NULL, PRIMARY KEY(group_id, member, attempt)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS appends(
+    append_id INTEGER PRIMARY KEY, segment INTEGER NOT NULL, offset INTEGER NOT NULL, size_bytes INTEGER NOT NULL, checksum TEXT NOT NULL,
+    num_rows INTEGER NOT NULL, num_trajectories INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS batches(
+    lineage INTEGER NOT NULL, version INTEGER NOT NULL, groups TEXT NOT NULL, withheld TEXT NOT NULL, max_lag INTEGER NOT NULL, lag_bound INTEGER NOT NULL,
+    PRIMARY KEY(lineage, version)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS discarded(group_id INTEGER NOT NULL, member INTEGER NOT NULL, attempt INTEGER NOT NULL, append_id INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS versions(lineage INTEGER NOT NULL, version INTEGER NOT NULL, digest TEXT NOT NULL, PRIMARY KEY(lineage, version)) WITHOUT ROWID;
+"""
+
+_pairs = msgspec.json.Decoder(list[tuple[int, int]])
+_ids = msgspec.json.Decoder(list[int])
+
+
+class GroupRow(NamedTuple):
+    """One group as the ledger keeps it."""
+
+    group_id: int
+    lineage: int
+    sequence: int
+    env_id: str
+    task_index: int
+    seed: int
+    num_members: int
+    admit_version: int
+    attempt: int
+    state: GroupState
+    version: int | None
+    reason: str | None
+    holder: str | None
+
+
+class MemberRow(NamedTuple):
+    """One committed member: the attempt that won, where it lies, and what batches are formed by."""
+
+    group_id: int
+    member: int
+    attempt: int
+    append_id: int
+    reward: float | None
+    status: str
+    stop_reason: str
+    num_tokens: int
+    num_trained_tokens: int
+    min_version: int | None
+    max_version: int | None
+
+
+class BatchRow(NamedTuple):
+    """One recorded batch: its groups in order, the members withheld, the largest lag among what trains, the bound then in force."""
+
+    lineage: int
+    version: int
+    groups: list[int]
+    withheld: list[tuple[int, int]]
+    max_lag: int
+    lag_bound: int
+
+
+class Ledger:
+    """The ledger at ``path`` of the run ``run_id``.
+
+    ``read_only`` opens it beside a live buffer; nothing can then be written, and no table is made.
+
+    Raises:
+        RunFolderError: it belongs to another run, or another version of Rollstream wrote it.
+
+    """
+
+    def __init__(self, path: Path, run_id: str | None, *, read_only: bool = False) -> None:
+        self.path = path
+        target = f"{path.absolute().as_uri()}?mode=ro" if read_only else str(path)
+        self._changed_groups: dict[int, GroupRow] = {}
+        self._new_members: list[MemberRow] = []
+        self._database = sqlite3.connect(target, uri=read_only, isolation_level=None, check_same_thread=False, timeout=10)
+        try:
+            if not read_only:
+                self._database.execute("PRAGMA journal_mode = WAL")
+                self._database.execute("PRAGMA synchronous = NORMAL")
+                self._database.executescript(_TABLES)
+            self._check_identity(run_id, read_only=read_only)
+        except BaseException:
+            self._database.close()
+            raise
+
+    def _check_identity(self, run_id: str | None, *, read_only: bool) -> None:
+        for key, wanted in (("run_id", run_id), ("schema_version", SCHEMA_VERSION)):
+            found = self.meta(key)
+            if found is None and not read_only:
+                self.set_meta(key, wanted)
+            elif wanted is not None and found != wanted:
+                raise RunFolderError(f"{self.path} has {key} {found}, this run has {wanted}; give the run another name or folder")
+        self.commit()
+
+    # --- transactions ---------------------------------------------------------------------------------------------------------------
+
+    def write(self, statement: str, values: Sequence[Any] = ()) -> None:
+        """Adds one change to the open transaction, beginning it where none is open.
+
+        Raises:
+            StreamError: the database refused (full disk).
+
+        """
+        self._write_all(statement, [values])
+
+    def _write_all(self, statement: str, rows: Iterable[Sequence[Any]]) -> None:
+        try:
+            if not self._database.in_transaction:
+                self._database.execute("BEGIN IMMEDIATE")
+            self._database.executemany(statement, rows)
+        except sqlite3.OperationalError as error:
+            raise StreamError(f"cannot write {self.path}: {error}; free space there and run again with --resume") from error
+
+    def _settle(self) -> None:
+        """Writes the groups and members that were only noted: each once a round, whatever happened to it in between."""
+        if self._changed_groups:
+            groups, self._changed_groups = self._changed_groups, {}
+            self._write_all("INSERT OR REPLACE INTO groups VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", groups.values())
+        if self._new_members:
+            members, self._new_members = self._new_members, []
+            self._write_all("INSERT INTO members VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", members)
+
+    def commit(self) -> None:
+        """Ends the open transaction, if any: its changes survive the death of the process.
+
+        Raises:
+            StreamError: the database refused (full disk).
+
+        """
+        self._settle()
+        if self._database.in_transaction:
+            try:
+                self._database.execute("COMMIT")
+            except sqlite3.OperationalError as error:
+                raise StreamError(f"cannot write {self.path}: {error}; free space there and run again with --resume") from error
+
+    def sync(self) -> None:
+        """Makes everything committed survive power loss (the write-ahead log is flushed to the disk)."""
+        self.commit()
+        self._database.execute("PRAGMA synchronous = FULL")
+        self.write("INSERT OR REPLACE INTO meta VALUES('synced_append_id', (SELECT ifnull(max(append_id), 0) FROM appends))")
+        self.commit()
+        self._database.execute("PRAGMA synchronous = NORMAL")
+
+    def close(self) -> None:
+        """Commits and closes."""
+        self.commit()
+        self._database.close()
+
+    @contextlib.contextmanager
+    def snapshot(self) -> Generator[None, None, None]:
+        """Everything read inside is of one moment, whatever the buffer goes on to write."""
+        self._database.execute("BEGIN")
+        try:
+            yield
+        finally:
+            self._database.execute("ROLLBACK")
+
+    def rows(self, query: str, values: Sequence[Any] = ()) -> Iterator[tuple[Any, ...]]:
+        """What ``query`` finds."""
+        self._settle()
+        return self._database.execute(query, values)
+
+    def meta(self, key: str) -> Any:  # noqa: ANN401 - whatever was set: text or number
+        """One value of the meta table, None where it was never set."""
+        found = self._database.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone() if self._has_tables() else None
+        return None if found is None else found[0]
+
+    def set_meta(self, key: str, value: str | float | None) -> None:
+        """Sets one value of the meta table."""
+        self.write("INSERT OR REPLACE INTO meta VALUES(?, ?)", (key, value))
+
+    def _has_tables(self) -> bool:
+        return self._database.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone() is not None
+
+    # --- groups and members ---------------------------------------------------------------------------------------------------------
+
+    def put_group(self, group: GroupRow) -> None:
+        """Adds a group or replaces what is known of it."""
+        self._changed_groups[group.group_id] = group
+
+    def set_states(self, group_ids: Iterable[int], state: GroupState, version: int | None) -> None:
+        """Moves groups to ``state``, in the batch of ``version``."""
+        self._settle()
+        self._write_all("UPDATE groups SET state = ?, version = ?, holder = NULL WHERE group_id = ?", [(state, version, group_id) for group_id in group_ids])
+
+    def put_member(self, member: MemberRow) -> None:
+        """Records a committed member."""
+        self._new_members.append(member)
+
+    def put_failure(self, group_id: int, member: int, attempt: int) -> None:
+        """Records a failed attempt that will be played again."""
+        self.write("INSERT OR IGNORE INTO failures VALUES(?, ?, ?)", (group_id, member, attempt))
+
+    def group(self, group_id: int) -> GroupRow | None:
+        """One group, None where it was never leased."""
+        return next((GroupRow(*row) for row in self.rows("SELECT * FROM groups WHERE group_id = ?", (group_id,))), None)
+
+    def unassigned(self) -> list[GroupRow]:
+        """Open and ready groups, oldest lease first."""
+        return [GroupRow(*row) for row in self.rows("SELECT * FROM groups WHERE state IN ('open', 'ready') ORDER BY sequence")]
+
+    def members(self, group_id: int) -> list[MemberRow]:
+        """Committed members of a group, in order."""
+        return [MemberRow(*row) for row in self.rows("SELECT * FROM members WHERE group_id = ? ORDER BY member", (group_id,))]
+
+    def failures(self, group_id: int) -> list[tuple[int, int]]:
+        """(member, attempt) of a group's failed attempts."""
+        return [(member, attempt) for member, attempt in self.rows("SELECT member, attempt FROM failures WHERE group_id = ?", (group_id,))]
+
+    def counts(self) -> dict[str, int]:
+        """Groups per state, over the whole run; reads every group, so it is for starts and audits."""
+        return dict(self.rows("SELECT state, count(*) FROM groups GROUP BY state"))
+
+    def num_groups(self) -> int:
+        """Groups ever leased: their ids count from 0."""
+        return next(self.rows("SELECT ifnull(max(group_id), -1) + 1 FROM groups"))[0]
+
+    # --- appends --------------------------------------------------------------------------------------------------------------------
+
+    def put_append(self, append_id: int, location: Location, num_rows: int, num_trajectories: int) -> None:
+        """Records where an append lies and what it holds."""
+        values = (append_id, *location[:3], f"{location.checksum:016x}", num_rows, num_trajectories)
+        self.write("INSERT INTO appends VALUES(?, ?, ?, ?, ?, ?, ?)", values)
+
+    def append(self, append_id: int) -> tuple[Location, int]:
+        """Where an append lies, and how many trajectories it holds."""
+        query = "SELECT segment, offset, size_bytes, checksum, num_trajectories FROM appends WHERE append_id = ?"
+        segment, offset, size_bytes, checksum, num_trajectories = next(self.rows(query, (append_id,)))
+        return Location(segment, offset, size_bytes, int(checksum, 16)), num_trajectories
+
+    def locations(self, first: int = 1) -> Iterator[tuple[int, Location]]:
+        """Every append from id ``first`` on, in order."""
+        query = "SELECT append_id, segment, offset, size_bytes, checksum FROM appends WHERE append_id >= ? ORDER BY append_id"
+        for append_id, segment, offset, size_bytes, checksum in self.rows(query, (first,)):
+            yield append_id, Location(segment, offset, size_bytes, int(checksum, 16))
+
+    def segment_ends(self) -> dict[int, int]:
+        """Bytes each log segment must hold; reads every append, so it is for starts and audits."""
+        return dict(self.rows("SELECT segment, max(offset + size_bytes) FROM appends GROUP BY segment"))
+
+    def unsynced(self) -> list[tuple[int, Location]]:
+        """Appends that no sync covered yet."""
+        return list(self.locations(1 + (self.meta("synced_append_id") or 0)))
+
+    def last_append_id(self) -> int:
+        """Id of the newest append; 0 where there is none."""
+        return next(self.rows("SELECT ifnull(max(append_id), 0) FROM appends"))[0]
+
+    # --- batches --------------------------------------------------------------------------------------------------------------------
+
+    def put_batch(self, batch: BatchRow) -> None:
+        """Records a batch."""
+        lists = (msgspec.json.encode(batch.groups).decode(), msgspec.json.encode(batch.withheld).decode())
+        values = (batch.lineage, batch.version, *lists, batch.max_lag, batch.lag_bound)
+        self.write("INSERT INTO batches VALUES(?, ?, ?, ?, ?, ?)", values)
+
+    def batch(self, lineage: int, version: int) -> BatchRow | None:
+        """The batch that makes ``version``, None where it was not yet formed."""
+        return next(self.batches(lineage, version, version), None)
+
+    def batches(self, lineage: int, first: int, last: int) -> Iterator[BatchRow]:
+        """Recorded batches ``first`` to ``last``, in order."""
+        query = "SELECT version, groups, withheld, max_lag, lag_bound FROM batches WHERE lineage = ? AND version BETWEEN ? AND ? ORDER BY version"
+        for version, groups, withheld, max_lag, lag_bound in self.rows(query, (lineage, first, last)):
+            yield BatchRow(lineage, version, _ids.decode(groups), _pairs.decode(withheld), max_lag, lag_bound)
+
+    def last_batch(self, lineage: int) -> int:
+        """Version of the newest recorded batch; 0 where there is none."""
+        return next(self.rows("SELECT ifnull(max(version), 0) FROM batches WHERE lineage = ?", (lineage,)))[0]
+
+    def digest(self, lineage: int, version: int) -> str | None:
+        """Digest of a version's weights, None where it was not yet published."""
+        return next((digest for (digest,) in self.rows("SELECT digest FROM versions WHERE lineage = ? AND version = ?", (lineage, version))), None)
+
+    def put_digest(self, lineage: int, version: int, digest: str) -> None:
+        """Records the digest of a version's weights."""
+        self.write("INSERT INTO versions VALUES(?, ?, ?)", (lineage, version, digest))

@@ -1,0 +1,74 @@
+"""Who talks to the buffer: routes, heartbeats, credit, and the two clients' small print that belongs to a peer rather than to the stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from .wire import Hello, PeerStatus, Role
+
+
+@dataclass(slots=True)
+class Peer:
+    """One client.
+
+    ``num_pushed`` counts leases since its Hello; ``credit`` is what it may still be given; ``probed_at`` is when it was last written to only to see whether
+    it is there.
+    """
+
+    route: bytes
+    role: Role
+    peer_id: str
+    incarnation: str
+    last_heard: float
+    counters: dict[str, float] = field(default_factory=dict[str, float])
+    gauges: dict[str, float] = field(default_factory=dict[str, float])
+    waiting_for: str = ""
+    credit: int = 0
+    num_pushed: int = 0
+    probed_at: float = 0.0
+
+    def status(self, now: float, num_leases: int) -> PeerStatus:
+        """For the terminal view."""
+        return PeerStatus(self.role, self.peer_id, now - self.last_heard, self.counters, self.gauges, self.waiting_for, num_leases)
+
+
+class Peers:
+    """Everyone who said Hello and has not left. A peer id has one main route, where leases are pushed; a client may open more connections under other ids."""
+
+    def __init__(self) -> None:
+        self._by_route: dict[bytes, Peer] = {}
+        self._by_id: dict[str, Peer] = {}
+
+    def hello(self, route: bytes, hello: Hello, now: float) -> Peer:
+        """Enters a peer; a new connection under a known id replaces the old one and keeps its numbers if the process is the same."""
+        peer = Peer(route, hello.role, hello.peer_id, hello.incarnation, now)
+        known = self._by_id.get(hello.peer_id)
+        if known is not None:
+            self._by_route.pop(known.route, None)
+            if known.incarnation == hello.incarnation:
+                peer.counters, peer.gauges, peer.waiting_for = known.counters, known.gauges, known.waiting_for
+        self._by_route[route] = self._by_id[hello.peer_id] = peer
+        return peer
+
+    def at(self, route: bytes) -> Peer | None:
+        """The peer on a connection, None where it has not said Hello to this process."""
+        return self._by_route.get(route)
+
+    def named(self, peer_id: str) -> Peer | None:
+        """The peer of that id."""
+        return self._by_id.get(peer_id)
+
+    def leave(self, peer: Peer) -> None:
+        """Forgets a peer."""
+        self._by_route.pop(peer.route, None)
+        if self._by_id.get(peer.peer_id) is peer:
+            del self._by_id[peer.peer_id]
+
+    def __iter__(self) -> Iterator[Peer]:
+        return iter(list(self._by_id.values()))
+
+    def neediest(self) -> Peer | None:
+        """The actor with the most credit, None where nobody has any."""
+        found = max((peer for peer in self._by_id.values() if peer.role == "actor"), key=lambda peer: peer.credit, default=None)
+        return found if found is not None and found.credit > 0 else None

@@ -1,0 +1,142 @@
+"""The buffer: one process, one thread, one loop.
+
+:func:`serve` is the role; :class:`BufferServer` the loop; what each message does is in ``handlers``.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import socket as sockets
+import threading
+import time
+from pathlib import Path
+
+import zmq
+
+from ..configs.run_folder import Run
+from ..errors import ConfigError
+from .books import Books
+from .handlers import Handlers
+from .ledger import Ledger
+from .log import Log
+from .recovery import forget
+from .window import Rules
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.1
+_STOP_GRACE_S = 5.0
+_MAX_ROUND_MESSAGES = 512
+_MAX_ROUND_BYTES = 32 * 1024 * 1024
+
+
+def serve(run: Run, stop: threading.Event) -> None:
+    """Runs the buffer of ``run`` until ``stop`` is set, or until the supervisor told everybody to stop and they left.
+
+    Raises:
+        ConfigError: the endpoint cannot be bound.
+        RunFolderError: another buffer serves this run, or the folder belongs to another run.
+        StreamError: the disk is full, or the books do not close; nothing of that round was acknowledged.
+
+    """
+    rules = Rules.of(run.config)
+    log = Log(run.stream_folder, segment_bytes=run.config.buffer.segment_mb * 2**20)
+    try:
+        ledger = Ledger(run.ledger_path, run.run_id)
+        try:
+            lost = log.recover(ledger.segment_ends(), ledger.unsynced())
+            if lost:
+                forget(ledger, lost)
+            handlers = Handlers(run, Books(ledger, rules), log)
+            with zmq.Context() as context, _bound(context, run) as socket:
+                logger.info(
+                    "event=serving endpoint=%s run_id=%s leased=%d version=%d", run.endpoint, run.run_id, handlers.books.num_leased, handlers.books.version
+                )
+                try:
+                    loop(socket, handlers, stop)
+                finally:
+                    if run.endpoint.startswith("ipc://"):
+                        Path(run.endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
+        finally:
+            ledger.close()
+    finally:
+        log.close()
+
+
+def loop(socket: zmq.Socket[bytes], handlers: Handlers, stop: threading.Event) -> None:
+    """Receive, record, answer.
+
+    Consumes: messages of actors, learner and supervisor.
+    Waits for: any message, at most 0.1 s.
+    Released by: any peer that speaks; the clock, for leases that expire and pulls that have waited a second; ``stop``.
+    Produces: rows in the log and entries in the ledger; only then acknowledgements, leases, batches.
+
+    One round drains what has arrived, up to a bound, and commits it together: one flush of the log, then one transaction.
+    """
+    while not stop.is_set() and not handlers.everybody_left(time.monotonic(), _STOP_GRACE_S):
+        drained = not socket.poll(int(_POLL_S * 1000)) or _drain(socket, handlers)
+        handlers.tick(time.monotonic(), drained=drained)
+        handlers.commit()
+        for parts in handlers.take_outbox():
+            try:
+                socket.send_multipart(parts, copy=False)
+            except zmq.ZMQError as error:
+                if error.errno != errno.EHOSTUNREACH:
+                    raise
+                handlers.unreachable(parts[0])
+
+
+def _drain(socket: zmq.Socket[bytes], handlers: Handlers) -> bool:
+    """Handles what has arrived; True when nothing is left, False where this round has enough."""
+    for _ in range(_MAX_ROUND_MESSAGES):
+        try:
+            frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return True
+        handlers.receive(frames, time.monotonic())
+        if handlers.round_bytes >= _MAX_ROUND_BYTES:
+            break
+    return False
+
+
+# --- the socket ---------------------------------------------------------------------------------------------------------------------
+
+
+def _bound(context: zmq.Context[zmq.Socket[bytes]], run: Run) -> zmq.Socket[bytes]:
+    """The ROUTER socket at the run's endpoint."""
+    if run.endpoint.startswith("ipc://"):
+        _prepare_folder(run)
+    socket = context.socket(zmq.ROUTER)
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    # never drop: what is queued per peer is bounded by its own requests, its credit, and the clients' limit on what is unacknowledged
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.LINGER, 1000)
+    try:
+        socket.bind(run.endpoint)
+    except zmq.ZMQError as error:
+        socket.close(0)
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(f"buffer.endpoint {run.endpoint} is in use; set another port, or `ipc` to stay on this machine") from error
+        raise ConfigError(f"buffer.endpoint {run.endpoint} cannot be bound: {error}") from error
+    return socket
+
+
+def _prepare_folder(run: Run) -> None:
+    """The private folder of the Unix socket; a socket file that nobody serves any more is replaced by the bind."""
+    folder = run.socket_folder
+    path = str(folder / "buffer")
+    if len(path.encode()) > 107:
+        raise ConfigError(f"the Unix socket {path} has {len(path.encode())} bytes, the limit is 107; set TMPDIR to a shorter folder, or buffer.endpoint to tcp")
+    for private in (folder.parent, folder):
+        private.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if private.stat().st_uid != os.getuid():
+            raise ConfigError(f"{private} belongs to user {private.stat().st_uid}, not to {os.getuid()}; remove it or set TMPDIR")
+        private.chmod(0o700)
+    with sockets.socket(sockets.AF_UNIX) as probe:
+        try:
+            probe.connect(path)
+        except OSError:
+            return
+    raise ConfigError(f"another buffer serves {path}; stop that run first")

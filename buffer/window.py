@@ -1,0 +1,118 @@
+"""Which leases are granted, and which groups make the next batch: the two equations that bound the age of what is trained.
+
+Symbols: ``D`` depth, ``L`` max_lag, ``b`` groups per batch.
+
+* A new lease is granted while open + ready + assigned < (D + 1) b, and while the versions still to be made need more than open + ready groups: what is
+  generated is trained, up to the last version.
+* A batch takes ready groups in the order of their leases, each before ``head + window``, where ``window = (L - D) b + 1`` and ``head`` is the oldest lease that
+  is neither assigned nor taken. It is formed only when b groups can be taken.
+
+So at most window - 1 younger groups overtake any group, and since each version consumes at least b groups, the lag is at most D + ceil((window - 1) / b) = L.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..configs.schema import Config, Overlong
+from .ledger import GroupRow, MemberRow
+from .shaping import is_degenerate, shape_rewards
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What the configuration says about leases and batches. ``max_refill`` is 0 where degenerate groups are not replaced."""
+
+    batch_groups: int
+    group_size: int
+    depth: int
+    max_lag: int
+    max_refill: int
+    max_attempts: int
+    overlong: Overlong | None
+    exclude_truncated: bool
+    env_id: str
+    seed: int
+    versions: int
+
+    @classmethod
+    def of(cls, config: Config) -> Rules:
+        """The rules of a run."""
+        buffer, learner = config.buffer, config.learner
+        return cls(
+            batch_groups=learner.batch_groups,
+            group_size=learner.group_size,
+            depth=buffer.depth,
+            max_lag=buffer.max_lag,
+            max_refill=buffer.max_refill if buffer.degenerate == "refill" else 0,
+            max_attempts=buffer.max_attempts,
+            overlong=learner.advantage.overlong,
+            exclude_truncated=learner.advantage.truncated == "exclude",
+            env_id=config.env.id,
+            seed=config.seed,
+            versions=learner.versions,
+        )
+
+    @property
+    def capacity(self) -> int:
+        """Groups that may be open, ready or assigned at once."""
+        return (self.depth + 1) * self.batch_groups
+
+    def admits(self, counts: Mapping[str, int], last_batch: int) -> bool:
+        """Whether one more group may be leased: ``counts`` are groups per state, ``last_batch`` is the newest batch formed."""
+        unassigned = counts["open"] + counts["ready"]
+        return unassigned + counts["assigned"] < self.capacity and unassigned < (self.versions - last_batch) * self.batch_groups
+
+    @property
+    def window(self) -> int:
+        """Leases, counted from the oldest unassigned one, among which a batch may choose."""
+        return (self.max_lag - self.depth) * self.batch_groups + 1
+
+
+@dataclass(slots=True)
+class Group:
+    """A group that no batch has yet. ``playing`` are the members its holder still owes; ``granted_at`` is on the caller's clock."""
+
+    row: GroupRow
+    members: dict[int, MemberRow] = field(default_factory=dict[int, MemberRow])
+    failures: set[tuple[int, int]] = field(default_factory=set[tuple[int, int]])
+    playing: set[int] = field(default_factory=set[int])
+    granted_at: float = 0.0
+
+    @property
+    def missing(self) -> list[int]:
+        """Members nobody has finished."""
+        return [member for member in range(self.row.num_members) if member not in self.members]
+
+
+def choose(groups: Iterable[Group], rules: Rules) -> list[Group]:
+    """Groups of the next batch among the unassigned ``groups``, in lease order; empty where the window does not hold enough.
+
+    Beyond ``batch_groups``, up to ``max_refill`` further ones replace the degenerate ones, if they are ready now.
+    """
+    head: int | None = None
+    taken: list[Group] = []
+    num_live = 0
+    for group in sorted(groups, key=lambda group: group.row.sequence):
+        if head is not None and group.row.sequence >= head + rules.window:
+            break
+        if group.row.state != "ready":
+            head = group.row.sequence if head is None else head
+            continue
+        if num_live >= rules.batch_groups or len(taken) >= rules.batch_groups + rules.max_refill:
+            break
+        taken.append(group)
+        num_live += rules.max_refill == 0 or not teaches_nothing(group, rules)
+    return taken if len(taken) >= rules.batch_groups else []
+
+
+def teaches_nothing(group: Group, rules: Rules) -> bool:
+    """Whether the shaped rewards of a ready group are all equal."""
+    members = list(group.members.values())
+    rewards = [np.nan if member.reward is None else member.reward for member in members]
+    shaped = shape_rewards(rewards, [member.num_trained_tokens for member in members], rules.overlong)
+    included = [member.reward is not None and not (rules.exclude_truncated and member.status == "truncated") for member in members]
+    return is_degenerate(shaped, included)

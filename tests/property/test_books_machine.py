@@ -1,0 +1,207 @@
+"""The books under everything that happens to them, in any order: leases, rows, copies, losses, versions, crashes of actors, buffer and learner.
+
+Checked after every step: each lease is in exactly one state and the books close (invariant 1); nothing beyond max_lag is trained and nothing is trained twice
+(2); no version is trained that the learner did not hold (3); a lost process costs at most the members it had not finished (8).
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from rollstream.buffer.books import Books
+from rollstream.buffer.facts import Fact
+from rollstream.buffer.ledger import Ledger
+from rollstream.buffer.window import Rules
+from rollstream.buffer.wire import Lease
+
+ACTORS = ("actor-0", "actor-1", "actor-2")
+
+
+class BooksMachine(RuleBasedStateMachine):
+    """Actors play leases with the version the learner last published to them; the learner trains, forgets, resumes."""
+
+    @initialize(depth=st.integers(0, 2), spare=st.integers(0, 2), batch_groups=st.integers(1, 3), group_size=st.integers(1, 3), refill=st.integers(0, 1))
+    def start(self, depth: int, spare: int, batch_groups: int, group_size: int, refill: int) -> None:
+        self.folder = Path(tempfile.mkdtemp())
+        self.rules = Rules(batch_groups, group_size, depth, depth + spare, refill, 2, None, False, "Acme/Calculator-v0", 3, 1_000_000)
+        self.ledger = Ledger(self.folder / "ledger.sqlite", "run-a")
+        self.books = Books(self.ledger, self.rules)
+        self.playing: dict[str, list[tuple[Lease, int]]] = {actor: [] for actor in ACTORS}
+        self.finished: dict[tuple[int, int], Fact] = {}
+        self.sent: list[Fact] = []
+        self.served: dict[int, tuple[list[int], list[tuple[int, int]]]] = {}
+        self.version = 0
+        self.num_appends = 0
+
+    def teardown(self) -> None:
+        if hasattr(self, "ledger"):
+            self.ledger.close()
+            shutil.rmtree(self.folder)
+
+    def play(self, lease: Lease, member: int, *, fails: bool, reward: float) -> Fact:
+        """With the oldest version the lease allows: what actors that load weights late do."""
+        version = lease.admit_version
+        ending = ("failed", "infra") if fails else ("terminated", "terminated")
+        return Fact(0, lease.group_id, member, lease.attempt, None if fails else reward, *ending, 9, 5, version, version, 0, 1)
+
+    def send(self, fact: Fact) -> None:
+        self.books.check_known([fact])
+        self.num_appends += 1
+        verdict = self.books.receive(fact, self.num_appends)
+        self.sent.append(fact)
+        if verdict == "store":
+            assert (fact.group_id, fact.member) not in self.finished, "a member was committed twice"
+            self.finished[fact.group_id, fact.member] = fact
+        elif verdict == "retry":
+            assert fact.status == "failed"
+
+    # --- what happens ---------------------------------------------------------------------------------------------------------------
+
+    @rule(actor=st.sampled_from(ACTORS), wanted=st.integers(1, 4))
+    def take_leases(self, actor: str, wanted: int) -> None:
+        for _ in range(wanted):
+            lease = self.books.grant(actor, 0.0)
+            if lease is None:
+                break
+            assert lease.members, "a lease without anything to play"
+            assert not {(lease.group_id, member) for member in lease.members} & set(self.finished), "a finished member is played again"
+            self.playing[actor].extend((lease, member) for member in lease.members)
+
+    @precondition(lambda self: any(self.playing.values()))
+    @rule(data=st.data(), fails=st.sampled_from((False, False, False, True)), reward=st.sampled_from((0.0, 1.0)))
+    def finish_a_member(self, data: st.DataObject, fails: bool, reward: float) -> None:
+        actor = data.draw(st.sampled_from([actor for actor in ACTORS if self.playing[actor]]))
+        lease, member = self.playing[actor].pop(data.draw(st.integers(0, len(self.playing[actor]) - 1)))
+        self.send(self.play(lease, member, fails=fails, reward=reward))
+
+    @rule(actor=st.sampled_from(ACTORS))
+    def finish_all_of_an_actor(self, actor: str) -> None:
+        playing, self.playing[actor] = self.playing[actor], []
+        for lease, member in playing:
+            self.send(self.play(lease, member, fails=False, reward=float(member)))
+
+    @precondition(lambda self: self.sent)
+    @rule(data=st.data())
+    def the_same_rows_come_again(self, data: st.DataObject) -> None:
+        fact = data.draw(st.sampled_from(self.sent))
+        assert self.books.receive(fact, 10**6) in ("duplicate", "superseded")
+
+    @rule(actor=st.sampled_from(ACTORS), still_sends=st.booleans())
+    def an_actor_falls_silent(self, actor: str, still_sends: bool) -> None:
+        """Its leases expire; with ``still_sends`` it was only slow, and its rows still come."""
+        self.books.give_up(actor)
+        assert self.books.held(actor) == frozenset()
+        if not still_sends:
+            self.playing[actor] = []
+
+    @rule()
+    def the_learner_pulls_and_trains(self) -> None:
+        version = self.version + 1
+        batch = self.books.batch(version)
+        if batch is None:
+            return
+        self.check_batch(batch.groups, batch.withheld, version)
+        assert self.books.batch(version) == batch
+        self.books.trained(version)
+        self.version = version
+
+    @rule(back=st.integers(0, 3))
+    def the_learner_resumes_from_an_older_checkpoint(self, back: int) -> None:
+        self.version = max(0, self.version - back)
+        self.books.resume(self.version)
+
+    @rule()
+    def the_buffer_is_killed_between_two_rounds(self) -> None:
+        self.books.save_counters()
+        self.ledger.commit()
+        before = (+self.books.counts, self.books.version, self.books.last_batch, self.books.num_leased, {actor: self.books.held(actor) for actor in ACTORS})
+        self.ledger._database.close()
+        self.ledger = Ledger(self.folder / "ledger.sqlite", "run-a")
+        self.books = Books(self.ledger, self.rules)
+        after = (+self.books.counts, self.books.version, self.books.last_batch, self.books.num_leased, {actor: self.books.held(actor) for actor in ACTORS})
+        assert after == before
+
+    @rule()
+    def the_buffer_is_killed_before_its_commit(self) -> None:
+        """A round is lost: nobody was answered, so its rows come again."""
+        self.books.save_counters()
+        self.ledger.commit()
+        lost: list[Fact] = []
+        for playing in self.playing.values():
+            for lease, member in playing[:1]:
+                if (lease.group_id, member) not in self.finished:
+                    lost.append(self.play(lease, member, fails=False, reward=1.0))
+                    self.books.receive(lost[-1], self.num_appends + 1)
+        self.ledger._database.rollback()
+        self.ledger._database.close()
+        self.ledger = Ledger(self.folder / "ledger.sqlite", "run-a")
+        self.books = Books(self.ledger, self.rules)
+        for fact in lost:
+            self.send(fact)
+
+    # --- what must hold -------------------------------------------------------------------------------------------------------------
+
+    def check_batch(self, groups: list[int], withheld: list[tuple[int, int]], version: int) -> None:
+        if version in self.served:
+            assert self.served[version] == (groups, withheld), "a redone batch differs"
+        else:
+            others = {group_id for other, (served, _) in self.served.items() if other != version for group_id in served}
+            assert not others & set(groups), "a group is in two batches"
+        self.served[version] = (groups, withheld)
+        assert len(groups) in range(self.rules.batch_groups, self.rules.batch_groups + self.rules.max_refill + 1)
+        for group_id in groups:
+            for member in range(self.rules.group_size):
+                fact = self.finished[group_id, member]
+                assert fact.min_version is not None
+                lag = version - 1 - fact.min_version
+                assert (lag > self.rules.max_lag) == ((group_id, member) in withheld), f"group {group_id} member {member} has lag {lag}"
+
+    @invariant()
+    def the_books_close(self) -> None:
+        if hasattr(self, "books"):
+            self.books.check()
+            assert sum(self.books.counts.values()) == self.books.num_leased
+            assert self.books.counts == self.ledger_counts()
+
+    def ledger_counts(self) -> dict[str, int]:
+        counts = dict.fromkeys(self.books.counts, 0)
+        return counts | self.ledger.counts()
+
+    @invariant()
+    def finished_members_are_kept(self) -> None:
+        if hasattr(self, "books"):
+            for (group_id, member), fact in self.finished.items():
+                kept = {row.member: row.attempt for row in self.ledger.members(group_id)}
+                assert kept.get(member) == fact.attempt
+
+    @invariant()
+    def admission_holds(self) -> None:
+        if hasattr(self, "books"):
+            unassigned = self.books.counts["open"] + self.books.counts["ready"]
+            assert unassigned <= self.rules.capacity
+            assert self.books.version == self.version
+
+
+BooksMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestBooks = BooksMachine.TestCase
+
+
+class HealthyRun(BooksMachine):
+    """No fork and no lost actor: then nothing is ever withheld for age."""
+
+    an_actor_falls_silent = None
+    the_learner_resumes_from_an_older_checkpoint = None
+
+    def check_batch(self, groups: list[int], withheld: list[tuple[int, int]], version: int) -> None:
+        super().check_batch(groups, withheld, version)
+        assert withheld == [], "a healthy run withheld something for age"
+
+
+HealthyRun.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestHealthyRun = HealthyRun.TestCase

@@ -1,0 +1,194 @@
+"""Whatever arrives, the buffer answers or ignores it, counts it, stores nothing of it, and goes on."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+import pytest
+import xxhash
+import zmq
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rollstream.buffer import wire
+from rollstream.buffer.books import Books
+from rollstream.buffer.columns import encode, frame_checksum, from_frame, to_frame
+from rollstream.buffer.handlers import Handlers
+from rollstream.buffer.ledger import Ledger
+from rollstream.buffer.log import Log
+from rollstream.buffer.types import Segment, Trajectory, TrajectoryKey
+from rollstream.buffer.window import Rules
+from rollstream.configs.run_folder import Run
+from rollstream.configs.schema import Config
+
+RUN_ID = "run-a"
+ROUTE = b"\x00actor"
+
+
+class Buffer:
+    """The buffer without its socket: frames in, answers out."""
+
+    def __init__(self, folder: Path) -> None:
+        config = Config.model_validate({"name": "fuzz", "env": {"id": "Acme/Calculator-v0"}, "learner": {"versions": 9, "batch_groups": 1, "group_size": 2}})
+        self.ledger = Ledger(folder / "ledger.sqlite", RUN_ID)
+        self.log = Log(folder / "stream", segment_bytes=2**20)
+        self.handlers = Handlers(Run(folder, config, RUN_ID), Books(self.ledger, Rules.of(config)), self.log)
+        self.now = 0.0
+
+    def say(self, *frames: bytes, route: bytes = ROUTE) -> list[Any]:
+        self.now += 0.01
+        self.handlers.receive([zmq.Frame(frame) for frame in (route, *frames)], self.now)
+        self.handlers.tick(self.now, drained=True)
+        self.handlers.commit()
+        decoder = msgspec.msgpack.Decoder(wire.Envelope[wire.ServerMessage])
+        return [decoder.decode(parts[1]).message for parts in self.handlers.take_outbox()]
+
+    def tell(self, message: wire.ClientMessage, *payload: bytes, run_id: str = RUN_ID, protocol: int = wire.PROTOCOL_VERSION) -> list[Any]:
+        return self.say(msgspec.msgpack.encode(wire.Envelope(protocol, run_id, 1, message)), *payload)
+
+    def hello(self) -> None:
+        assert isinstance(self.tell(wire.Hello("actor", "actor-0", "one", 1))[0], wire.Welcome)
+
+    def stored(self) -> float:
+        return self.handlers.books.counters["rows_stored"]
+
+
+@pytest.fixture(scope="module")
+def buffer() -> Iterator[Buffer]:
+    with tempfile.TemporaryDirectory() as folder:
+        made = Buffer(Path(folder))
+        made.hello()
+        yield made
+        made.ledger.close()
+        made.log.close()
+
+
+def frame(group_id: int = 0, member: int = 0, attempt: int = 0) -> bytes:
+    zeros = np.zeros(1, np.int32)
+    segment = Segment(np.arange(6, dtype=np.int32), np.ones(6, np.uint8), np.zeros(6, np.float32), zeros, zeros, zeros, ("assistant",), (None,))
+    key = TrajectoryKey(0, group_id, member, attempt)
+    return to_frame(encode([Trajectory(key, "Acme/Calculator-v0", 0, 0, "train", (segment,), 1.0, "terminated", "terminated")])).to_pybytes()
+
+
+def checksum(data: bytes) -> int:
+    return frame_checksum(pa.py_buffer(data))
+
+
+fuzz = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+numbers = st.integers(-(2**63), 2**64 - 1) | st.integers(-2, 5)
+names = st.text(max_size=8)
+reals = st.floats()
+messages = st.one_of(
+    st.builds(wire.Credit, numbers, numbers),
+    st.builds(wire.Append, numbers, numbers),
+    st.builds(wire.Heartbeat, st.lists(numbers), st.dictionaries(names, reals), st.dictionaries(names, reals), names),
+    st.builds(wire.Release, st.lists(numbers)),
+    st.builds(wire.PullBatch, numbers),
+    st.builds(wire.Trained, numbers),
+    st.builds(wire.Published, numbers, names),
+    st.just(wire.StatusRequest()),
+    st.just(wire.Sync()),
+    st.builds(wire.Hello, st.just("actor"), names, names, numbers, st.lists(numbers), st.none() | numbers),
+)
+
+
+@given(frames=st.lists(st.binary(max_size=60), max_size=4))
+@fuzz
+def test_arbitrary_frames_are_refused(buffer: Buffer, frames: list[bytes]) -> None:
+    stored = buffer.stored()
+    assert any(isinstance(answer, wire.Refused) for answer in buffer.say(*frames))
+    assert buffer.stored() == stored
+
+
+@given(message=messages, payload=st.lists(st.binary(max_size=200), max_size=3))
+@fuzz
+def test_well_formed_messages_with_any_content_never_end_the_loop(buffer: Buffer, message: wire.ClientMessage, payload: list[bytes]) -> None:
+    stored = buffer.stored()
+    buffer.tell(message, *payload)
+    buffer.handlers.books.check()
+    assert buffer.stored() == stored
+    assert any(isinstance(answer, wire.StatusReply) for answer in buffer.tell(wire.StatusRequest())) or buffer.hello() is None
+
+
+@given(data=st.data())
+@fuzz
+def test_damaged_appends_are_refused_as_corrupt(buffer: Buffer, data: st.DataObject) -> None:
+    whole = frame()
+    place = data.draw(st.integers(0, len(whole) - 1))
+    damaged = bytearray(whole)
+    damaged[place] ^= data.draw(st.integers(1, 255))
+    buffer.hello()
+    answers = buffer.tell(wire.Append(1, checksum(whole)), bytes(damaged))
+    assert [answer.code for answer in answers if isinstance(answer, wire.Refused)] == ["corrupt"]
+    assert buffer.stored() == 0
+
+
+def forged(whole: bytes) -> tuple[bytes, int]:
+    """``whole`` with a checksum that fits whatever it holds now."""
+    end = 8 + int.from_bytes(whole[4:8], "little", signed=True)
+    found = checksum(frame())
+    place = frame()[:end].index(f"{found:016x}".encode())
+    blank = whole[:place] + b"0" * 16 + whole[place + 16 :]
+    made = xxhash.xxh3_64_intdigest(blank)
+    return whole[:place] + f"{made:016x}".encode() + whole[place + 16 :], made
+
+
+@given(data=st.data())
+@fuzz
+def test_nonsense_with_a_right_checksum_never_ends_the_loop(buffer: Buffer, data: st.DataObject) -> None:
+    """What a broken or hostile writer could send: Arrow messages whose insides were changed before they were signed."""
+    changed = bytearray(frame(group_id=10**6))
+    for _ in range(data.draw(st.integers(1, 4))):
+        changed[data.draw(st.integers(8, len(changed) - 1))] = data.draw(st.integers(0, 255))
+    signed, made = forged(bytes(changed))
+    buffer.hello()
+    answers = buffer.tell(wire.Append(1, made), signed)
+    assert any(isinstance(answer, wire.Refused | wire.Appended) for answer in answers)
+
+
+def test_another_run_protocol_or_schema_is_refused_by_name(buffer: Buffer) -> None:
+    buffer.hello()
+    refusals = [
+        buffer.tell(wire.StatusRequest(), run_id="run-b"),
+        buffer.tell(wire.StatusRequest(), protocol=99),
+        buffer.tell(wire.Hello("actor", "actor-0", "one", 99)),
+        buffer.say(msgspec.msgpack.encode(wire.Envelope(1, RUN_ID, 1, wire.StatusRequest())), route=b"stranger"),
+    ]
+    assert [answers[0].code for answers in refusals] == ["wrong_run", "wrong_protocol", "wrong_schema", "unknown_peer"]
+
+
+def test_refused_messages_are_counted(buffer: Buffer) -> None:
+    buffer.hello()
+    before = buffer.handlers.books.counters["refused"]
+    buffer.say(b"nonsense")
+    buffer.tell(wire.Trained(77))
+    assert buffer.handlers.books.counters["refused"] == before + 2
+
+
+def test_rows_already_stored_are_left_out_of_the_log_and_the_rest_is_served(tmp_path: Path) -> None:
+    made = Buffer(tmp_path)
+    made.hello()
+    (leases,) = made.tell(wire.Credit(1))
+    (group_id,) = [lease.group_id for lease in leases.leases]
+    first, both = frame(group_id, 0), together(group_id)
+    assert made.tell(wire.Append(1, checksum(first)), first)[-1] == wire.Appended(1, 0)
+    assert made.tell(wire.Append(2, checksum(both)), both)[-1] == wire.Appended(1, 0)
+    assert made.tell(wire.Append(2, checksum(both)), both)[-1] == wire.Appended(0, 0)
+    assert (made.stored(), made.handlers.books.counters["duplicates"]) == (2, 3)
+    reply = made.say(msgspec.msgpack.encode(wire.Envelope(1, RUN_ID, 1, wire.Hello("learner", "learner", "one", 1, version=0))), route=b"learner")
+    assert isinstance(reply[0], wire.Welcome)
+    (batch,) = made.say(msgspec.msgpack.encode(wire.Envelope(1, RUN_ID, 2, wire.PullBatch(1))), route=b"learner")
+    assert (batch.groups, batch.num_trajectories, len(batch.checksums)) == ([group_id], 2, 1)
+    made.ledger.close()
+    made.log.close()
+
+
+def together(group_id: int) -> bytes:
+    whole = [from_frame(pa.py_buffer(data), checksum(data)) for data in (frame(group_id, 0), frame(group_id, 1))]
+    return to_frame(pa.concat_batches(whole)).to_pybytes()

@@ -1,0 +1,197 @@
+"""The audit finds what is wrong with a recorded run, and nothing where all is well."""
+
+from __future__ import annotations
+
+import math
+import re
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollstream.buffer.audit import audit
+from rollstream.buffer.books import Books
+from rollstream.buffer.columns import encode, frame_checksum, to_frame
+from rollstream.buffer.facts import facts
+from rollstream.buffer.ledger import Ledger
+from rollstream.buffer.log import Log
+from rollstream.buffer.recovery import forget
+from rollstream.buffer.types import Segment, Trajectory, TrajectoryKey
+from rollstream.buffer.window import Rules
+from rollstream.buffer.wire import Lease
+from rollstream.errors import RunFolderError
+
+RULES = Rules(2, 3, 1, 2, 0, 2, None, False, "Acme/Calculator-v0", 3, 1_000_000)
+
+
+class Stream:
+    """A recorded run without sockets: plays, stores and trains in one thread."""
+
+    def __init__(self, folder: Path) -> None:
+        self.ledger = Ledger(folder / "ledger.sqlite", "run-a")
+        self.log = Log(folder / "stream", segment_bytes=20_000)
+        self.lost = self.log.recover(self.ledger.segment_ends(), self.ledger.unsynced())
+        if self.lost:
+            forget(self.ledger, self.lost)
+        self.books = Books(self.ledger, RULES)
+
+    def store(self, trajectories: list[Trajectory]) -> None:
+        batch = encode(trajectories)
+        frame = to_frame(batch)
+        append_id = self.ledger.last_append_id() + 1
+        assert {self.books.receive(fact, append_id) for fact in facts(batch)} == {"store"}
+        self.ledger.put_append(append_id, self.log.append(frame, frame_checksum(frame)), batch.num_rows, len(trajectories))
+
+    def play(self, num_tokens: Callable[[int], int] = lambda group_id: 20) -> None:
+        while (lease := self.books.grant("actor-0", 0.0)) is not None:
+            self.store([trajectory(lease, member, num_tokens(lease.group_id)) for member in lease.members])
+
+    def train(self, version: int) -> None:
+        assert self.books.batch(version) is not None
+        self.books.trained(version)
+
+    def close(self) -> None:
+        self.log.flush()
+        self.ledger.close()
+        self.log.close()
+
+
+def trajectory(lease: Lease, member: int, num_tokens: int) -> Trajectory:
+    mask = (np.arange(num_tokens) >= 5).astype(np.uint8)
+    zeros = np.zeros(1, np.int32)
+    segments = [
+        Segment(
+            np.arange(size, dtype=np.int32),
+            mask[:size],
+            np.zeros(size, np.float32),
+            zeros,
+            np.array([lease.admit_version], np.int32),
+            zeros,
+            ("assistant",),
+            (None,),
+        )
+        for size in (num_tokens, 5)  # the second has nothing sampled
+    ]
+    key, success = TrajectoryKey(0, lease.group_id, member, lease.attempt), {"success": float(member == 0)}
+    return Trajectory(key, "Acme/Calculator-v0", 0, 0, "train", tuple(segments), float(member), "terminated", "terminated", env_metrics=success)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Four versions of two groups with three members; two ready groups, nothing else."""
+    stream = Stream(tmp_path)
+    for version in range(1, 5):
+        stream.play()
+        stream.train(version)
+    stream.close()
+    return tmp_path
+
+
+def change(folder: Path, statement: str, *values: Any) -> None:
+    database = sqlite3.connect(folder / "ledger.sqlite")
+    database.execute(statement, values)
+    database.commit()
+    database.close()
+
+
+def test_a_sound_run_has_no_problems_and_its_numbers_are_right(folder: Path) -> None:
+    report = audit(folder)
+    assert (report.closes, report.problems, report.duplicates) == (True, [], 0)
+    assert (report.num_leased, report.version, report.num_batches) == (10, 4, 4)
+    assert report.counts == {"open": 0, "ready": 2, "assigned": 0, "trained": 8, "dropped": 0}
+    assert (report.num_trajectories, report.num_rows, report.num_appends) == (30, 60, 10)
+    assert (report.num_trained, report.max_lag_trained, report.lag_bound, report.num_age_drops) == (24, 1, 2, 0)
+    assert report.unrecorded_bytes == 0
+
+
+def test_the_drop_bias_compares_what_was_trained_with_what_was_played(tmp_path: Path) -> None:
+    stream = Stream(tmp_path)
+    stream.play(lambda group_id: 20 if group_id < 2 else 50)
+    stream.train(1)
+    stream.close()
+    bias = audit(tmp_path).bias["Acme/Calculator-v0"]
+    assert (bias.num_leased, bias.num_trained) == (12, 6)
+    assert (bias.leased_tokens_mean, bias.trained_tokens_mean) == (40.0, 25.0)
+    assert (bias.leased_reward_mean, bias.trained_reward_mean) == (1.0, 1.0)
+    assert math.isclose(bias.trained_success_mean, 1 / 3)
+
+
+def test_a_run_in_which_nothing_was_played_yet_closes(tmp_path: Path) -> None:
+    Stream(tmp_path).close()
+    report = audit(tmp_path)
+    assert (report.closes, report.problems, report.num_leased) == (True, [], 0)
+
+
+def test_a_folder_without_a_ledger_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RunFolderError, match=r"holds no ledger\.sqlite"):
+        audit(tmp_path)
+
+
+def flip_a_byte(folder: Path) -> None:
+    path = folder / "stream" / "000001.arrows"
+    data = bytearray(path.read_bytes())
+    data[-2000] ^= 1
+    path.write_bytes(data)
+
+
+def cut_a_segment(folder: Path) -> None:
+    path = folder / "stream" / "000002.arrows"
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    r"000001\.arrows at \d+: .*checksum": flip_a_byte,
+    r"000002\.arrows holds \d+ bytes, the ledger recorded \d+": cut_a_segment,
+    r"000001\.arrows is missing": lambda folder: (folder / "stream" / "000001.arrows").unlink(),
+    r"10 groups leased, 9 accounted for|8 groups are assigned or trained|group 3 of batch 2 is unknown": lambda folder: change(
+        folder, "DELETE FROM groups WHERE group_id = 3"
+    ),
+    r"group 3 of batch 2 is ready instead of trained": lambda folder: change(folder, "UPDATE groups SET state = 'ready' WHERE group_id = 3"),
+    r"group 2 is in 2 batches": lambda folder: change(folder, "UPDATE batches SET groups = '[2, 4]' WHERE version = 3"),
+    r"version 5 was trained, only 4 batches": lambda folder: change(folder, "UPDATE meta SET value = 5 WHERE key = 'version'"),
+    r"batch 4 trains a lag of 1, allowed were 0": lambda folder: change(folder, "UPDATE batches SET lag_bound = 0 WHERE version = 4"),
+    r"batch 4 has a lag of 1 by its rows, recorded was 2": lambda folder: change(folder, "UPDATE batches SET max_lag = 2 WHERE version = 4"),
+    r"group 1 member 2 is committed, its rows are not in the log": lambda folder: change(
+        folder, "UPDATE members SET attempt = 1 WHERE group_id = 1 AND member = 2"
+    ),
+    r"1 trajectories in the log belong to no committed member": lambda folder: change(folder, "DELETE FROM members WHERE group_id = 1 AND member = 2"),
+}
+
+
+@pytest.mark.parametrize(("problem", "damage"), DAMAGES.items())
+def test_each_damage_is_found_and_named(folder: Path, problem: str, damage: Callable[[Path], None]) -> None:
+    damage(folder)
+    report = audit(folder)
+    assert any(re.search(problem, found) for found in report.problems), report.problems
+
+
+def test_a_withheld_trajectory_is_counted_and_not_trained(tmp_path: Path) -> None:
+    stream = Stream(tmp_path)
+    stream.play()
+    stream.train(1)
+    batch = stream.books.batch(2)
+    assert batch is not None
+    stream.ledger.write("UPDATE batches SET withheld = '[[2, 1]]' WHERE version = 2")
+    stream.books.trained(2)
+    stream.close()
+    report = audit(tmp_path)
+    assert (report.problems, report.num_age_drops, report.num_trained) == ([], 1, 11)
+
+
+@pytest.mark.parametrize("kept_bytes", [9_000, 12_000, 100])
+def test_after_power_loss_the_next_start_repairs_and_the_audit_is_clean(folder: Path, kept_bytes: int) -> None:
+    """The last segments are shorter than the ledger says: rows, members and batches that stood on them go together."""
+    for path in sorted((folder / "stream").iterdir())[1:]:
+        path.write_bytes(path.read_bytes()[:kept_bytes])
+    stream = Stream(folder)
+    assert stream.lost
+    assert stream.books.version < 4
+    for version in range(stream.books.version + 1, 6):
+        stream.play()
+        stream.train(version)
+    stream.close()
+    report = audit(folder)
+    assert (report.closes, report.problems, report.version) == (True, [], 5)
