@@ -1,0 +1,35 @@
+"""Instances of environments between episodes: made when one is missing, used again after an episode that went well."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..envs import registry
+
+if TYPE_CHECKING:
+    from ..envs.chat import ChatEnv
+
+
+class EnvPool:
+    """Idle environments by id. ``kwargs`` go to the constructor of ``env_id``; other ids are made as they were registered."""
+
+    def __init__(self, env_id: str, kwargs: dict[str, Any]) -> None:
+        self._env_id = env_id
+        self._kwargs = kwargs
+        self._idle: dict[str, list[ChatEnv]] = {}
+
+    def take(self, env_id: str) -> ChatEnv:
+        """An environment nobody else uses. Raises what :func:`rollstream.envs.registry.make` raises."""
+        idle = self._idle.get(env_id)
+        return idle.pop() if idle else registry.make(env_id, **(self._kwargs if env_id == self._env_id else {}))
+
+    def give_back(self, env: ChatEnv, env_id: str) -> None:
+        """Keeps an environment for the next episode. One whose episode failed is closed instead: who knows what it holds."""
+        self._idle.setdefault(env_id, []).append(env)
+
+    def close(self) -> None:
+        """Closes the idle ones."""
+        for envs in self._idle.values():
+            for env in envs:
+                env.close()
+        self._idle.clear()

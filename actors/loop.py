@@ -1,0 +1,231 @@
+"""The actor: takes leases, plays the episodes of their groups, streams each trajectory as soon as it is finished."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+from ..buffer.client import ActorClient
+from ..buffer.weights import WeightsReader
+from ..configs.schema import ScriptedSampler as ScriptedConfig
+from ..configs.schema import TinyModel
+from ..envs import registry
+from ..errors import Refused, StreamError
+from .env_pool import EnvPool
+from .invalid import InvalidShare
+from .rollout import Player, Renderers
+
+if TYPE_CHECKING:
+    import threading
+
+    from ..buffer.wire import Lease
+    from ..configs.run_folder import Run
+    from .sampler import Sampler
+
+logger = logging.getLogger(__name__)
+
+WEIGHTS_POLL_S = 0.002
+REPORT_S = 0.5
+STOP_POLL_S = 0.05
+LEAVE_S = 1.5
+"""How long a stopping actor tries to tell the buffer."""
+
+
+def act(run: Run, actor_id: str, stop: threading.Event) -> None:
+    """Runs one actor until the buffer says that the run ends, or ``stop`` is set.
+
+    Consumes: leases from the buffer, weights from the weights channel.
+    Waits for: a lease (the buffer's admission); the version a lease asks for (the learner); environments.
+    Released by: the learner's progress, which admits leases and publishes versions.
+    Produces: trajectories, each appended when it is finished, whole groups first come first served.
+
+    The first failure of any part ends the actor with that failure: weights that cannot be proven (:class:`WeightsError`), environments that fail too
+    often (:class:`EnvError`), a buffer that is gone (:class:`DeadlineExceeded`). Leases go back to the buffer in every case.
+    """
+    registry.load_imports(run.config.imports)
+    registry.spec_of(run.config.env.id)
+    sampler, renderers = build_sampler(run)
+    asyncio.run(_Actor(run, actor_id, sampler, renderers).run(stop))
+
+
+def build_sampler(run: Run) -> tuple[Sampler, Renderers]:
+    """The sampler that ``actors.sampler.kind`` names, and the renderers for its tokenizer. ``scripted`` loads no torch."""
+    from .. import models
+
+    actors, model = run.config.actors, run.config.model
+    bound = actors.sampling.max_trajectory_tokens
+    if isinstance(actors.sampler, ScriptedConfig):
+        from .scripted_sampler import ScriptedSampler
+
+        tokenizer: Any = (
+            models.build_tiny_tokenizer(model.max_positions) if isinstance(model, TinyModel) else models.load_tokenizer(models.check_model_folder(model.path))
+        )
+        scripted = ScriptedSampler(vocab_size=len(tokenizer), token_delay_s=actors.sampler.token_delay_s, max_tokens=bound)
+        return scripted, Renderers(tokenizer)
+    from .torch_sampler import TorchSampler
+
+    folder = models.prepare_model(run)
+    policy = models.load_policy(folder, device=actors.device)
+    tokenizer = models.load_tokenizer(folder)
+    batching = actors.sampler
+    embedded = TorchSampler(policy, max_batch=batching.max_batch, on_push=batching.on_push, max_tokens=bound, num_threads=actors.num_threads)
+    return embedded, Renderers(tokenizer)
+
+
+class _Leave(Exception):
+    """The actor's work is done."""
+
+
+class _Actor:
+    """One actor: its sampler, its place at the buffer, and the episodes it plays."""
+
+    def __init__(self, run: Run, actor_id: str, sampler: Sampler, renderers: Renderers) -> None:
+        self.settings = run.config.actors
+        self.group_size = run.config.learner.group_size
+        self.sampler = sampler
+        self.envs = EnvPool(run.config.env.id, run.config.env.kwargs)
+        self.player = Player(sampler, renderers, self.envs, self.settings, run.config.seed, actor_id)
+        self.invalid = InvalidShare(self.settings.max_invalid_share)
+        self.client = ActorClient(run.endpoint, run.run_id, actor_id)
+        self.reader = WeightsReader(run.weights_folder)
+        self.loaded = asyncio.Condition()
+        self.slots = asyncio.Semaphore(self.settings.slots)
+        self.num_owed = 0
+        self.num_playing = 0
+        self.awaited: dict[int, int] = {}
+
+    async def run(self, stop: threading.Event) -> None:
+        """Connects, lives as concurrent activities, and leaves in order: leases back, sampler closed, environments closed."""
+        try:
+            async with self.client:
+                try:
+                    async with asyncio.TaskGroup() as tasks:
+                        tasks.create_task(self.leave_when(stop), name="stop")
+                        tasks.create_task(self.watch_weights(), name="weights")
+                        tasks.create_task(self.report(), name="report")
+                        tasks.create_task(self.take_leases(tasks), name="leases")
+                finally:
+                    with contextlib.suppress(TimeoutError, StreamError):
+                        await asyncio.wait_for(self.client.release(), LEAVE_S)
+        except BaseExceptionGroup as group:
+            failure = first_failure(group)
+            if not isinstance(failure, _Leave):
+                raise failure from None
+            logger.info("actor=left reason=%s", failure)
+        finally:
+            await self.sampler.close()
+            self.reader.close()
+            self.envs.close()
+
+    # --- leases and episodes ----------------------------------------------------------------------------------------------------------
+
+    async def take_leases(self, tasks: asyncio.TaskGroup) -> None:
+        """Consumes leases; waits for the first weights, then for the buffer; produces one task per group."""
+        await self.hold(0, 0)
+        self.give_credit()
+        while (lease := await self.client.next_lease()) is not None:
+            self.num_owed += len(lease.members)
+            tasks.create_task(self.play_group(lease), name=f"group {lease.group_id}")
+        raise _Leave(self.client.stop_reason or "the buffer ended the run")
+
+    async def play_group(self, lease: Lease) -> None:
+        """Plays the members that a lease names, side by side, once the weights it asks for are held; gives it back when all are appended."""
+        self.awaited[lease.group_id] = lease.admit_version
+        await self.hold(lease.lineage, lease.admit_version)
+        del self.awaited[lease.group_id]
+        async with asyncio.TaskGroup() as members:
+            for member in lease.members:
+                members.create_task(self.play_member(lease, member), name=f"group {lease.group_id} member {member}")
+        self.client.finish(lease.group_id)
+
+    async def play_member(self, lease: Lease, member: int) -> None:
+        """Plays one episode in a free slot, then appends its trajectory; the slot is taken by the next while the network works."""
+        async with self.slots:
+            self.num_playing += 1
+            try:
+                trajectory = await self.player.play(lease, member)
+            finally:
+                self.num_playing -= 1
+                self.num_owed -= 1
+        self.give_credit()
+        try:
+            await self.client.append(trajectory)
+        except Refused as error:
+            if error.code not in ("unknown_group", "not_leased"):
+                raise
+            # The learner started a new lineage while this episode was played: nobody waits for it any more.
+            logger.warning("group=%d member=%d state=not_wanted reason=%s", lease.group_id, member, error)
+        self.invalid.count(trajectory)
+
+    def give_credit(self) -> None:
+        """Tells the buffer how many more groups fit. An actor with fewer slots than a group has members takes one group when it is idle."""
+        free = (self.settings.slots - self.num_owed) // self.group_size
+        self.client.credit(max(free, 0 if self.num_owed else 1))
+
+    # --- weights ----------------------------------------------------------------------------------------------------------------------
+
+    async def hold(self, lineage: int, version: int) -> None:
+        """Returns once the sampler holds at least this version."""
+        if (held := self.sampler.held) is not None and held >= (lineage, version):
+            return
+        async with self.loaded:
+            await self.loaded.wait_for(lambda: (held := self.sampler.held) is not None and held >= (lineage, version))
+
+    async def watch_weights(self) -> None:
+        """Consumes published versions; waits for the learner; is released by the next version; produces weights in the sampler, proven."""
+        while True:
+            manifest = self.reader.poll()
+            if manifest is None:
+                await asyncio.sleep(WEIGHTS_POLL_S)
+                continue
+            started = time.perf_counter()
+            with contextlib.ExitStack() as stack:
+                # Opening hashes every byte: for a large model that would hold up everybody else here.
+                view = await asyncio.to_thread(stack.enter_context, self.reader.open(manifest))
+                await self.sampler.load(manifest, view)
+            logger.info("weights=loaded lineage=%d version=%d seconds=%.3f", manifest.lineage, manifest.version, time.perf_counter() - started)
+            async with self.loaded:
+                self.loaded.notify_all()
+
+    # --- the rest -----------------------------------------------------------------------------------------------------------------------
+
+    async def report(self) -> None:
+        """Tells the buffer, with each heartbeat, how far this actor is and what it waits for."""
+        while True:
+            held = self.sampler.held
+            self.client.report(
+                {
+                    **self.sampler.counters,
+                    "episodes": float(self.invalid.num_episodes),
+                    "invalid_episodes": float(self.invalid.num_invalid),
+                    "cpu_s": time.process_time(),
+                },
+                {"running": float(self.num_playing), "version": float(held[1] if held else -1)},
+                self.waits_for(),
+            )
+            await asyncio.sleep(REPORT_S)
+
+    def waits_for(self) -> str:
+        """What this actor waits for now, in a word for people; empty while it samples."""
+        if self.sampler.held is None:
+            return "weights v0"
+        if self.num_playing:
+            return "" if self.sampler.running else "environment"
+        return f"weights v{min(self.awaited.values())}" if self.awaited else "lease"
+
+    async def leave_when(self, stop: threading.Event) -> None:
+        """Ends the actor when this process was asked to stop."""
+        while not stop.is_set():
+            await asyncio.sleep(STOP_POLL_S)
+        raise _Leave("this process was asked to stop")
+
+
+def first_failure(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The error to show of those that ended together: the first that is a failure, since a TaskGroup lists them in the order they came."""
+    flat: list[BaseException] = []
+    for error in group.exceptions:
+        flat.append(first_failure(error) if isinstance(error, BaseExceptionGroup) else error)
+    return next((error for error in flat if not isinstance(error, _Leave)), flat[0])

@@ -1,0 +1,273 @@
+"""An actor at a real buffer: leases in, weights in, trajectories out, and every way it leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rollstream.actors.loop import act
+from rollstream.buffer.client import LearnerClient
+from rollstream.buffer.server import serve
+from rollstream.buffer.types import Batch
+from rollstream.buffer.weights import WeightsWriter
+from rollstream.buffer.wire import StatusReply
+from rollstream.configs.run_folder import Run
+from rollstream.configs.schema import Config
+from rollstream.envs.chat import ChatEnv, Message, Turn
+from rollstream.envs.registry import register
+from rollstream.errors import EnvError, WeightsError
+
+
+class Counting(ChatEnv):
+    """Two turns, the second one scored; raises or waits where its arguments say so."""
+
+    max_turns = 2
+
+    def __init__(self, broken: bool = False, wait_s: float = 0.0) -> None:
+        self.broken, self.wait_s = broken, wait_s
+        self.turns = 0
+
+    def start(self, task: int) -> str:
+        self.turns = 0
+        return f"count {task}"
+
+    async def respond(self, message: Message) -> Turn:
+        if self.broken:
+            raise KeyError("answer")
+        await asyncio.sleep(self.wait_s)
+        self.turns += 1
+        return Turn("more", reward=None if self.turns == 1 else len(message["content"]) / 10, done=self.turns == 2)
+
+    async def malformed_call(self, problem: str) -> Turn:
+        return await self.respond({"role": "assistant", "content": problem})
+
+
+register("test-actor/Counting-v0", Counting)
+
+
+@dataclass
+class Role(threading.Thread):
+    """A role's blocking loop on a thread of its own; its error is kept."""
+
+    work: Callable[[threading.Event], None]
+    stop: threading.Event = field(default_factory=threading.Event)
+    error: Exception | None = None
+
+    def __post_init__(self) -> None:
+        super().__init__(daemon=True)
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.work(self.stop)
+        except Exception as error:  # noqa: BLE001 - whatever it was, the test looks at it
+            self.error = error
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def leave(self, timeout_s: float = 10.0) -> float:
+        """Asks it to stop and returns the seconds it took."""
+        started = time.monotonic()
+        self.stop.set()
+        self.join(timeout_s)
+        assert not self.is_alive(), "still running"
+        return time.monotonic() - started
+
+
+@dataclass
+class World:
+    """A buffer, the learner's two ends, and actors to start."""
+
+    run: Run
+    learner: LearnerClient
+    writer: WeightsWriter
+    roles: list[Role] = field(default_factory=list)
+
+    def actor(self, name: str = "actor-0") -> Role:
+        self.roles.append(Role(lambda stop: act(self.run, name, stop)))
+        return self.roles[-1]
+
+    def publish(self, version: int, tensors: list[Any] | None = None) -> None:
+        given = tensors or [("weight", "float32", (256,), memoryview(np.full(256, version, np.float32)))]
+        manifest = self.writer.write(0, version, given)
+        assert manifest is not None
+        self.learner.published(version, manifest.digest)
+
+    def pull(self, version: int, timeout_s: float = 30.0) -> Batch:
+        stop = threading.Event()
+        timer = threading.Timer(timeout_s, stop.set)
+        timer.start()
+        batch = self.learner.pull(version, lambda _: None, stop)
+        timer.cancel()
+        assert batch is not None, f"no batch {version} after {timeout_s} s: {self.learner.status()}"
+        return batch
+
+    def until(self, condition: Callable[[StatusReply], bool], timeout_s: float = 20.0) -> StatusReply:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            status = self.learner.status()
+            assert status is not None
+            if condition(status):
+                return status
+            assert time.monotonic() < deadline, status
+            time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def world(folder: Path, **sections: Any) -> Iterator[World]:
+    config = Config.model_validate({
+        "name": "test",
+        "folder": str(folder),
+        "env": {"id": "test-actor/Counting-v0", "kwargs": sections.pop("env_kwargs", {})},
+        "actors": {"slots": 8, "sampler": {"kind": "scripted"}, "sampling": {"max_turn_tokens": 8, "max_trajectory_tokens": 64}, **sections.pop("actors", {})},
+        "learner": {"versions": 10, "batch_groups": 2, "group_size": 3},
+        **sections,
+    })  # fmt: skip
+    run = Run(folder=folder, config=config, run_id=f"run-{folder.name}")
+    run.stream_folder.mkdir(parents=True)
+    run.socket_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    buffer = Role(lambda stop: serve(run, stop))
+    writer = WeightsWriter(run.weights_folder, num_readers=2)
+    learner = LearnerClient(run.endpoint, run.run_id)
+    made = World(run, learner, writer)
+    try:
+        learner.hello(0)
+        yield made
+    finally:
+        for role in made.roles:
+            role.leave()
+        learner.close()
+        writer.close()
+        buffer.leave()
+        assert buffer.error is None
+
+
+def test_an_actor_fills_batch_after_batch_with_the_versions_it_was_given(tmp_path: Path) -> None:
+    with world(tmp_path, buffer={"depth": 1, "max_lag": 2}) as made:
+        made.publish(0)
+        actor = made.actor()
+        for version in range(1, 6):
+            batch = made.pull(version)
+            assert len(batch.trajectories) == 6
+            for trajectory in batch.trajectories:
+                assert trajectory.status == "terminated"
+                assert trajectory.actor_id == "actor-0"
+                low, high = trajectory.version_range() or (-1, -1)
+                assert version - 1 - 2 <= low <= high <= version - 1
+            made.learner.trained(version)
+            made.publish(version)
+        assert actor.leave() < 2
+        assert actor.error is None
+
+
+def test_two_actors_share_the_leases_and_play_every_member_once(tmp_path: Path) -> None:
+    with world(tmp_path, env_kwargs={"wait_s": 0.01}) as made:
+        made.publish(0)
+        actors = [made.actor("actor-0"), made.actor("actor-1")]
+        players: set[str] = set()
+        for version in range(1, 9):
+            batch = made.pull(version)
+            keys = [trajectory.key[1:3] for trajectory in batch.trajectories]
+            assert len(set(keys)) == len(keys) == 6
+            players |= {trajectory.actor_id for trajectory in batch.trajectories}
+            made.learner.trained(version)
+            made.publish(version)
+        assert players == {"actor-0", "actor-1"}
+        assert all(actor.leave() < 2 for actor in actors)
+
+
+def test_an_actor_does_not_begin_before_it_holds_the_version_its_lease_asks_for(tmp_path: Path) -> None:
+    with world(tmp_path, buffer={"depth": 0, "max_lag": 0}) as made:
+        made.actor()
+        made.until(lambda status: any(peer.waiting_for == "weights v0" for peer in status.peers))
+        made.publish(0)
+        made.pull(1)
+        made.learner.trained(1)
+        status = made.until(lambda status: any(peer.waiting_for == "weights v1" for peer in status.peers))
+        (peer,) = [peer for peer in status.peers if peer.role == "actor"]
+        assert peer.num_leases == 2
+        assert peer.counters["episodes"] == 6
+        made.publish(1)
+        batch = made.pull(2)
+        assert {trajectory.version_range() for trajectory in batch.trajectories} == {(1, 1)}
+
+
+def test_weights_that_cannot_be_proven_end_the_actor_which_produces_nothing(tmp_path: Path) -> None:
+    with world(tmp_path) as made:
+        manifest = made.writer.write(0, 0, [("weight", "float32", (256,), memoryview(np.zeros(256, np.float32)))])
+        assert manifest is not None
+        slot = made.run.weights_folder / f"slot-{manifest.slot:03d}"
+        with slot.open("r+b") as file:
+            file.seek(-8, 2)
+            file.write(b"\xff")
+        actor = made.actor()
+        actor.join(10)
+        assert isinstance(actor.error, WeightsError)
+        status = made.until(lambda status: not any(peer.num_leases for peer in status.peers))
+        assert status.counters.get("episodes", 0) == 0
+
+
+def test_environments_that_always_fail_end_the_actor_with_reasons(tmp_path: Path) -> None:
+    with world(tmp_path, env_kwargs={"broken": True}, buffer={"depth": 60, "max_lag": 120}) as made:
+        made.publish(0)
+        actor = made.actor()
+        actor.join(30)
+        assert isinstance(actor.error, EnvError)
+        assert "100 of the last 100 episodes of test-actor/Counting-v0 failed (100 env)" in str(actor.error)
+        assert "respond raised KeyError: 'answer'" in str(actor.error)
+
+
+def test_an_actor_asked_to_stop_gives_its_leases_back_at_once(tmp_path: Path) -> None:
+    with world(tmp_path, env_kwargs={"wait_s": 30.0}, buffer={"depth": 1}) as made:
+        made.publish(0)
+        actor = made.actor()
+        made.until(lambda status: any(peer.waiting_for == "environment" for peer in status.peers))
+        assert actor.leave() < 2
+        assert actor.error is None
+        made.until(lambda status: not any(peer.num_leases for peer in status.peers), timeout_s=5)
+
+
+def test_an_actor_with_fewer_slots_than_a_group_has_members_still_plays(tmp_path: Path) -> None:
+    with world(tmp_path, actors={"slots": 2}) as made:
+        made.publish(0)
+        made.actor()
+        assert len(made.pull(1).trajectories) == 6
+
+
+def test_a_scripted_actor_loads_no_torch(tmp_path: Path) -> None:
+    program = (
+        "import sys; import rollstream.actors.loop as loop; from rollstream.configs.schema import Config; from rollstream.configs.run_folder import Run;"
+        "from pathlib import Path; config = Config.model_validate({'name': 'x', 'env': {'id': 'rollstream/KeyValue-v0'},"
+        "'actors': {'sampler': {'kind': 'scripted'}}, 'learner': {'versions': 1, 'batch_groups': 1, 'group_size': 1}});"
+        f"sampler, renderers = loop.build_sampler(Run(Path({str(tmp_path)!r}), config, 'x')); renderers.of(());"
+        "print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_the_embedded_sampler_plays_the_tiny_model_from_published_weights(tmp_path: Path) -> None:
+    from rollstream import models
+
+    with world(tmp_path, actors={"sampler": {"kind": "torch", "max_batch": 6}}, env_kwargs={"wait_s": 0.001}) as made:
+        model = models.load_policy(models.prepare_model(made.run))
+        tensors = [(name, "float32", tuple(parameter.shape), memoryview(parameter.detach().numpy()).cast("B")) for name, parameter in model.named_parameters()]
+        made.publish(0, tensors)
+        made.actor()
+        first = made.pull(1)
+        made.learner.trained(1)
+        made.publish(1, tensors)
+        second = made.pull(2)
+        assert {trajectory.status for trajectory in (*first.trajectories, *second.trajectories)} <= {"terminated", "truncated"}
+        assert all(trajectory.num_trained_tokens > 0 for trajectory in first.trajectories)
