@@ -1,0 +1,223 @@
+"""The learner's loop."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from .. import models
+from ..buffer.client import LearnerClient
+from ..buffer.types import Batch
+from ..buffer.weights import WeightsWriter
+from ..buffer.wire import StatusReply, Welcome
+from ..configs.run_folder import Run
+from ..errors import ConfigError, RoleFailed, StreamError
+from .checkpoint import FIRST, Checkpoint, clear_leftovers, newest_checkpoint, read_checkpoint, restore_training, write_checkpoint
+from .metrics import Counters, row_of
+from .optimizer import adamw
+from .policy import Policy
+from .publisher import Publisher
+from .step import Stepper, check_alarms
+from .tracker import Tracker
+from .warmup import warm_up
+
+if TYPE_CHECKING:
+    from ..models import PreTrainedModel, PreTrainedTokenizerFast
+
+logger = logging.getLogger(__name__)
+
+
+class BatchSource(Protocol):
+    """Where batches come from and what is told back: the buffer's client, or a recording of one."""
+
+    def hello(self, version: int) -> Welcome: ...  # noqa: D102 - as LearnerClient
+    def pull(self, version: int, on_wait: Callable[[str], None], stop: threading.Event) -> Batch | None: ...  # noqa: D102
+    def trained(self, version: int) -> None: ...  # noqa: D102
+    def published(self, version: int, digest: str) -> str: ...  # noqa: D102
+    def sync(self) -> None: ...  # noqa: D102
+    def status(self) -> StatusReply: ...  # noqa: D102
+
+
+@dataclass(slots=True)
+class Held:
+    """What the learner holds: ``version`` of ``lineage``, steps skipped before it (in a row and in all), and its newest checkpoint ``saved``."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerFast
+    optimizer: torch.optim.Optimizer
+    version: int
+    lineage: int
+    skipped_in_a_row: int
+    skipped: int
+    saved: Path | None
+
+
+def learn(run: Run, stop: threading.Event) -> None:
+    """Trains ``run`` from its newest checkpoint to its last version.
+
+    Consumes: batches, one per version, from the buffer.
+    Waits for: the next batch (:meth:`LearnerClient.pull`), which the buffer forms once its window's head is ready; nothing else.
+    Released by: that batch, or ``stop`` (the version held is checkpointed then).
+    Produces: version v + 1 of the weights for the actors, a row of metrics, a checkpoint when one is due.
+
+    Raises :class:`DataRefused` for a batch that must not train, :class:`CheckpointError` for a damaged one, :class:`RoleFailed` where an alarm stops the run.
+    """
+    with LearnerClient(run.endpoint, run.run_id) as client:
+        learn_from(run, client, stop)
+
+
+def learn_from(run: Run, source: BatchSource, stop: threading.Event) -> None:
+    """:func:`learn` from any source of batches."""
+    config = run.config.learner
+    torch.set_num_threads(config.num_threads)  # sums depend on it, so a resume needs the same
+    held = start(run)
+    held.lineage = source.hello(held.version).lineage
+    if held.saved is None:
+        held.saved = _save(run, held, source.sync)
+    stepper = Stepper(Policy(held.model), held.optimizer, run.config, _reference(run))
+    tracker = Tracker(run.metrics_path, run.tensorboard_folder, held.version)
+    publisher = Publisher(WeightsWriter(run.weights_folder, run.config.actors.num), held.model, held.saved / "model")
+    counters = Counters(source.status)
+
+    def wait(reason: str) -> None:
+        _tell(source, publisher)
+        logger.debug("version=%d waiting_for=%s", held.version + 1, reason)
+
+    try:
+        publisher.publish(held.lineage, held.version)
+        while held.version < config.versions:
+            began = time.perf_counter()
+            batch = source.pull(held.version + 1, wait, stop)
+            if batch is None:
+                break
+            waited_s = time.perf_counter() - began
+            work = stepper.prepare(batch)
+            gradients = stepper.differentiate(work)
+            check_alarms(gradients.metrics, config.alarms, batch.version)
+            publisher.fence()
+            update = stepper.update(batch.version, gradients)
+            _advance(held, batch, update.stepped, config.alarms.max_skipped)
+            source.trained(held.version)
+            _tell(source, publisher)
+            publisher.publish(held.lineage, held.version)
+            step_s = time.perf_counter() - began
+            row = row_of(batch, work, gradients, update, skipped=held.skipped, waited_s=waited_s, step_s=step_s, publish_s=publisher.copy_s)
+            tracker.row(held.version, row | counters.read())
+            if held.version % config.checkpoint.every == 0 or held.version == config.versions:
+                held.saved = _save(run, held, source.sync)
+        _leave(run, held, source, publisher)
+    finally:
+        publisher.close()
+        tracker.close()
+
+
+def start(run: Run) -> Held:
+    """The newest checkpoint; where there is none, the starting policy, warmed up, with ``saved`` None: version 0 is to be written.
+
+    Raises :class:`CheckpointError` where the newest is damaged, :class:`ConfigError` where a setting that a step depends on has changed since.
+    """
+    clear_leftovers(run.checkpoints_folder)
+    saved = newest_checkpoint(run.checkpoints_folder)
+    config = run.config.learner
+    folder = saved.model_folder if saved is not None else models.prepare_model(run)
+    model, tokenizer = models.load_policy(folder, device=config.device), models.load_tokenizer(folder)
+    if saved is None and run.config.warmup is not None:
+        warm_up(Policy(model), tokenizer, run.config)
+    settings = config.optimizer
+    layers: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
+    embeddings = [layer.weight for layer in layers if layer is not None]
+    optimizer = adamw(
+        model.named_parameters(), embeddings, rate=settings.learning_rate, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay
+    )
+    held = Held(model, tokenizer, optimizer, version=0, lineage=0, skipped_in_a_row=0, skipped=0, saved=None)
+    if saved is None:
+        torch.manual_seed(run.config.seed)
+    else:
+        _restore(run, held, saved)
+    return held
+
+
+def step_settings(run: Run) -> dict[str, Any]:
+    """The parts of the configuration that a step depends on: redoing a recorded batch under others would make another version under the same number."""
+    learner = run.config.learner
+    settings = learner.model_dump(mode="json", include={"batch_groups", "group_size", "preset", "loss", "advantage", "optimizer"})
+    settings |= {"model": run.config.model.model_dump(mode="json"), "degenerate": run.config.buffer.degenerate, "max_lag": run.config.buffer.max_lag}
+    return settings if learner.optimizer.schedule == "constant" else settings | {"versions": learner.versions}
+
+
+def _reference(run: Run) -> Policy | None:
+    """The frozen policy of the KL term: version 0, which stays on disk for it. None where the loss has no such term."""
+    if run.config.learner.loss.kl is None:
+        return None
+    first = read_checkpoint(run.checkpoints_folder / FIRST)
+    return Policy(models.load_policy(first.model_folder, device=run.config.learner.device).requires_grad_(False))
+
+
+def _restore(run: Run, held: Held, saved: Checkpoint) -> None:
+    now = step_settings(run)
+    changed = sorted(key for key in now.keys() | saved.settings.keys() if now.get(key) != saved.settings.get(key))
+    if changed:
+        raise ConfigError(
+            f"{changed[0]} is {now.get(changed[0])}, checkpoint {saved.folder.name} was trained with {saved.settings.get(changed[0])}: "
+            "resume with the same, or start a new run"
+        )
+    restore_training(saved, held.optimizer, run.config.learner.device)
+    held.version, held.lineage, held.saved = saved.version, saved.lineage, saved.folder
+    held.skipped_in_a_row, held.skipped = int(saved.progress["skipped_in_a_row"]), int(saved.progress["skipped"])
+    logger.info("resumed=%s version=%d", saved.folder, saved.version)
+
+
+def _advance(held: Held, batch: Batch, stepped: bool, max_skipped: int) -> None:
+    """Moves to the batch's version. A skipped step counts; too many in a row end the run."""
+    held.version, held.lineage = batch.version, batch.lineage
+    held.skipped_in_a_row = 0 if stepped else held.skipped_in_a_row + 1
+    held.skipped += not stepped
+    if not stepped:
+        logger.warning("version=%d step=skipped in_a_row=%d", held.version, held.skipped_in_a_row)
+    if held.skipped_in_a_row > max_skipped:
+        raise RoleFailed(
+            f"{held.skipped_in_a_row} steps in a row were skipped (no finite gradient, or nothing to train on), "
+            f"bound learner.alarms.max_skipped {max_skipped}: lower learner.optimizer.learning_rate, or look at loss/* and train/* in metrics.jsonl"
+        )
+
+
+def _save(run: Run, held: Held, sync: Callable[[], object]) -> Path:
+    return write_checkpoint(
+        run.checkpoints_folder,
+        version=held.version,
+        lineage=held.lineage,
+        model=held.model,
+        tokenizer=held.tokenizer,
+        optimizer=held.optimizer,
+        settings=step_settings(run),
+        progress={"skipped_in_a_row": held.skipped_in_a_row, "skipped": held.skipped},
+        keep_last=run.config.learner.checkpoint.keep_last,
+        keep_first=run.config.learner.loss.kl is not None,
+        sync=sync,
+    )
+
+
+def _leave(run: Run, held: Held, source: BatchSource, publisher: Publisher) -> None:
+    """Tells what was published last, and keeps what was trained since the last checkpoint; a buffer that is gone already costs that much redo and no error."""
+    publisher.fence()
+    try:
+        _tell(source, publisher)
+        if held.saved is None or held.saved.name != f"v{held.version:06d}":
+            held.saved = _save(run, held, source.sync)
+    except StreamError as error:
+        logger.warning("version=%d saved=%s reason=%s", held.version, held.saved, error)
+
+
+def _tell(source: BatchSource, publisher: Publisher) -> None:
+    """Records the digests of what was written since; here and not in the thread, since a socket belongs to one thread."""
+    for manifest in publisher.written():
+        note = source.published(manifest.version, manifest.digest)
+        if note:
+            logger.warning("version=%d digest=%s note=%s", manifest.version, manifest.digest, note)

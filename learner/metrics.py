@@ -1,0 +1,91 @@
+"""The row of numbers each version leaves behind: what was trained, how far it drifted, what it cost, what the other roles did."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from ..buffer.types import Batch
+from ..buffer.wire import StatusReply
+from .step import Gradients, Update, Work
+
+_ASK_S = 1.0
+"""At most this often the buffer is asked about the other roles."""
+
+
+def row_of(
+    batch: Batch, work: Work, gradients: Gradients, update: Update, *, skipped: int, waited_s: float, step_s: float, publish_s: float
+) -> dict[str, float]:
+    """The learner's own numbers for the step that made ``batch.version``. ``skipped`` counts skipped steps so far."""
+    computed_s = gradients.seconds + update.seconds
+    return {
+        **_of_data(batch, work),
+        **{f"loss/{name}": value for name, value in gradients.metrics.items() if name not in ("active_tokens", "skip_step")},
+        "optim/grad_norm": update.grad_norm,
+        "optim/learning_rate": update.learning_rate,
+        "optim/skipped_steps": skipped,
+        "time/step_s": step_s,
+        "time/wait_batch_s": waited_s,
+        "time/forward_backward_s": gradients.seconds,
+        "time/optimizer_s": update.seconds,
+        "time/publish_s": publish_s,
+        "learner/tokens_per_s": gradients.num_tokens / computed_s if computed_s > 0 else 0.0,
+        "learner/cpu_s": time.process_time(),
+    }
+
+
+def _of_data(batch: Batch, work: Work) -> dict[str, float]:
+    """What the batch was. Means are over the trajectories they are known for; a metric no environment reported is left out."""
+    rewards = work.flat.rows.rewards[np.isfinite(work.flat.rows.rewards)]
+    successes = [trajectory.env_metrics["success"] for trajectory in batch.trajectories if "success" in trajectory.env_metrics]
+    degenerate = work.flat.rows.groups[work.plan.degenerate]
+    row: dict[str, float] = {
+        "train/advantage_std": float(work.plan.advantages.std()),
+        "train/tokens": work.plan.active_tokens,
+        "train/episodes": len(batch.trajectories),
+        "train/degenerate_groups": len(np.unique(degenerate)),
+        "train/sequence_tokens_mean": len(work.flat.token_ids) / len(batch.trajectories),
+        "train/invalid_episodes": sum(trajectory.status == "failed" for trajectory in batch.trajectories),
+        "train/age_drops": len(batch.withheld),
+    }
+    if len(rewards):
+        row["train/reward_mean"] = float(rewards.mean())
+    if successes:
+        row["train/success"] = float(np.mean(successes))
+    if work.plan.staleness is not None:
+        row |= {"train/lag_max": work.plan.staleness.max, "train/lag_mean": work.plan.staleness.mean}
+    return row
+
+
+class Counters:
+    """What the buffer says about the other roles, asked for once a second; between two answers the last one stands."""
+
+    def __init__(self, status: Callable[[], StatusReply]) -> None:
+        self._status = status
+        self._asked = float("-inf")
+        self._tokens: tuple[float, float] | None = None
+        self._row: dict[str, float] = {}
+
+    def read(self) -> dict[str, float]:
+        """Rates and levels of actors and buffer; a number nobody reported is left out."""
+        now = time.monotonic()
+        if now - self._asked >= _ASK_S:
+            self._asked = now
+            self._row = self._of(self._status(), now)
+        return self._row
+
+    def _of(self, status: StatusReply, now: float) -> dict[str, float]:
+        row = {f"buffer/groups_{state}": float(status.groups.get(state, 0)) for state in ("open", "ready", "trained", "dropped")}
+        if "cpu_s" in status.counters:
+            row["buffer/cpu_s"] = status.counters["cpu_s"]
+        actors = [peer for peer in status.peers if peer.role == "actor"]
+        costs = [numbers["cpu_s"] for peer in actors for numbers in (peer.counters, peer.gauges) if "cpu_s" in numbers]
+        if costs:
+            row["actors/cpu_s"] = sum(costs)
+        tokens = sum(peer.counters.get("tokens", 0.0) for peer in actors)
+        if self._tokens is not None and now > self._tokens[0] and tokens >= self._tokens[1]:
+            row["actors/tokens_per_s"] = (tokens - self._tokens[1]) / (now - self._tokens[0])
+        self._tokens = (now, tokens)
+        return row

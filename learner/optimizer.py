@@ -1,0 +1,61 @@
+"""AdamW with the schedule of the run, and the norm that decides whether a step is taken."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from ..configs.schema import Optimizer as OptimizerConfig
+
+
+def learning_rate(config: OptimizerConfig, version: int, versions: int) -> float:
+    """Rate of the step that makes ``version`` (1 … ``versions``): linear warm-up to the full one, then constant, or falling to 0 after the last version."""
+    if version <= config.warmup_versions:
+        return config.learning_rate * version / config.warmup_versions
+    share = (version - 1 - config.warmup_versions) / max(versions - config.warmup_versions, 1)
+    share = min(max(share, 0.0), 1.0)
+    if config.schedule == "linear":
+        return config.learning_rate * (1.0 - share)
+    if config.schedule == "cosine":
+        return config.learning_rate * 0.5 * (1.0 + math.cos(math.pi * share))
+    return config.learning_rate
+
+
+def adamw(
+    named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
+    embeddings: Sequence[torch.nn.Parameter],
+    *,
+    rate: float,
+    betas: tuple[float, float] = (0.9, 0.95),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+) -> torch.optim.AdamW:
+    """AdamW (arXiv 1711.05101) in one fused kernel per group. Matrices decay; norms, biases and ``embeddings`` do not."""
+    kept = {id(parameter) for parameter in embeddings}
+    decaying: list[torch.nn.Parameter] = []
+    others: list[torch.nn.Parameter] = []
+    for _, parameter in named_parameters:
+        if parameter.requires_grad:
+            (decaying if parameter.ndim >= 2 and id(parameter) not in kept else others).append(parameter)
+    groups = [{"params": group, "weight_decay": decay} for group, decay in ((decaying, weight_decay), (others, 0.0)) if group]
+    return torch.optim.AdamW(groups, lr=rate, betas=betas, eps=eps, fused=True)
+
+
+def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Sets the learning rate of every group."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
+def clip(parameters: Sequence[torch.nn.Parameter], max_norm: float) -> float:
+    """Global gradient norm (L2) before clipping to ``max_norm``; where it is not finite the gradients are as they were and the step must not be taken."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if not gradients:
+        return 0.0
+    norm = torch.nn.utils.get_total_norm(gradients)
+    value = float(norm)
+    if math.isfinite(value):
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    return value

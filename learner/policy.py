@@ -1,0 +1,112 @@
+"""The policy that learns: token log-probabilities of packed micro-batches from a Hugging Face causal language model.
+
+The model's body gives hidden states ``[Q, H]``; only those that score an active token meet the output matrix, in chunks and in float32, so that nothing
+of size ``Q × V`` exists. Before it is used, each model shows on two short segments that packing keeps them apart and that its logits are what hidden
+states and output matrix give; models that do more to their logits (soft-capping, scaling) are scored through their own forward instead, which does hold
+``Q × V``.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from ..errors import ConfigError
+from .attention import install, layout_of
+from .collate import MicroBatch
+from .logprobs import token_logprobs
+
+if TYPE_CHECKING:
+    from ..models import PreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+_TOLERANCE = 1e-3
+"""Of the start-up probe, relative to the largest value: far above float32 noise, far below what another token's influence leaves."""
+
+
+class Policy:
+    """A causal language model that scores packed micro-batches.
+
+    Raises :class:`ConfigError` where the model cannot be packed.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model: Any = model
+        model.eval()  # no dropout: the ratio on fresh data has to be 1
+        model.config.use_cache = False
+        install(model)
+        self.device = next(model.parameters()).device
+        self.full_logits = not _probe(model, self.device)
+        if self.full_logits:
+            logger.warning(
+                "full_logits=true model=%s reason=%s",
+                type(model).__name__,
+                "its logits are not hidden states times output matrix; memory grows with the vocabulary",
+            )
+
+    def logprobs(self, batch: MicroBatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """``(x, entropy)``, each ``[N] float32`` with gradient: log-probability of each target at ``temperature``, and entropy of what it was drawn from."""
+        inputs = _inputs(batch)
+        if self.full_logits:
+            logits = self.model(**inputs).logits[0].index_select(0, batch.source).float() / temperature
+            every = torch.log_softmax(logits, dim=-1)
+            return every.gather(1, batch.targets[:, None])[:, 0], -(every.exp() * every).sum(-1)
+        hidden = self.model.base_model(**inputs).last_hidden_state[0].index_select(0, batch.source)
+        head = self.model.get_output_embeddings()
+        x, entropy = token_logprobs(hidden, head.weight, batch.targets, temperature, want_entropy=True, bias=getattr(head, "bias", None))
+        assert entropy is not None
+        return x, entropy
+
+
+def _inputs(batch: MicroBatch) -> dict[str, Any]:
+    """One calling convention: our attention reads the layout, variable-length kernels read the cumulative lengths."""
+    return {
+        "input_ids": batch.input_ids,
+        "position_ids": batch.position_ids,
+        "packed_layout": batch.layout,
+        "cu_seq_lens_q": batch.cu_seqlens,
+        "cu_seq_lens_k": batch.cu_seqlens,
+        "max_length_q": batch.max_length,
+        "max_length_k": batch.max_length,
+        "use_cache": False,
+    }
+
+
+@torch.no_grad()
+def _probe(model: Any, device: torch.device) -> bool:  # noqa: ANN401 - a model's own parts are not typed
+    """Whether logits are hidden states times output matrix.
+
+    Raises :class:`ConfigError` where a segment changes with what is packed before it.
+    """
+    vocabulary = int(model.get_input_embeddings().weight.shape[0])
+    first, second = 7, 5
+    ids = (torch.arange(first + second, device=device) * 7919 % vocabulary)[None]
+
+    def run(part: Any, lengths: list[int]) -> Any:  # noqa: ANN401 - whatever this model gives
+        positions = torch.cat([torch.arange(length, device=device) for length in lengths])[None]
+        layout = layout_of(np.array(lengths, np.int64), device)
+        return part(input_ids=ids[:, -positions.shape[1] :], position_ids=positions, packed_layout=layout, use_cache=False)
+
+    try:
+        together = run(model.base_model, [first, second]).last_hidden_state[0, first:]
+        alone = run(model.base_model, [second]).last_hidden_state[0]
+        logits = run(model, [second]).logits[0].float()
+    except TypeError as error:
+        raise ConfigError(f"{type(model).__name__} cannot be packed ({error}): use a decoder whose attention takes keyword arguments") from error
+    apart = _relative(together, alone)
+    if not apart < _TOLERANCE:
+        raise ConfigError(f"{type(model).__name__} mixes packed segments (hidden states off by {apart:.2g}, bound {_TOLERANCE:g}): it cannot be trained packed")
+    head = model.get_output_embeddings()
+    if head is None or head.weight.shape[1] != alone.shape[1]:
+        return False
+    direct = torch.nn.functional.linear(alone.float(), head.weight.float(), getattr(head, "bias", None))
+    return _relative(direct, logits) < _TOLERANCE
+
+
+def _relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Largest difference, relative to the largest value."""
+    return float((a - b).abs().max() / b.abs().max().clamp_min(1e-9))

@@ -1,0 +1,162 @@
+"""One optimiser step, in three parts that the loop puts its fence between: prepare (no tensor touched), differentiate (no parameter changed), update."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import time
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..buffer.types import Batch
+from ..configs.schema import Alarms, Config
+from ..errors import RoleFailed
+from .collate import Flat, MicroBatch, flatten, pack
+from .objective import Objective, Stats, Tokens
+from .optimizer import clip, learning_rate, set_rate
+from .plan import Plan, plan
+from .policy import Policy
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A batch ready to train: everything decided that data decide."""
+
+    flat: Flat
+    plan: Plan
+    micro_batches: list[MicroBatch]
+
+
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """What the backward passes left behind. ``metrics`` are the objective's, with ``total`` (the loss); ``num_tokens`` is what the model computed."""
+
+    metrics: dict[str, float]
+    num_tokens: int
+    seconds: float
+    skip: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What the optimiser did. ``stepped`` is False where nothing trained or the gradient was not finite."""
+
+    stepped: bool
+    grad_norm: float
+    learning_rate: float
+    seconds: float
+
+
+class Stepper:
+    """Turns batches into steps of ``optimizer`` on ``policy``; ``reference`` is the frozen policy of the KL term, where the loss has one."""
+
+    def __init__(self, policy: Policy, optimizer: torch.optim.Optimizer, config: Config, reference: Policy | None = None) -> None:
+        self._policy, self._optimizer, self._config, self._reference = policy, optimizer, config, reference
+        self._objective = Objective(config.learner.loss)
+        self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+    def prepare(self, batch: Batch) -> Work:
+        """Advantages, filters, weights, micro-batches.
+
+        Raises :class:`DataRefused` for what must not train.
+        """
+        learner = self._config.learner
+        flat = flatten(batch, self._config.buffer.max_lag)
+        decided = plan(flat.rows, learner.loss, learner.advantage, self._config.buffer.degenerate)
+        if decided.staleness is not None and decided.staleness.dropped_tokens:
+            logger.warning("version=%d dropped_stale_tokens=%d bound=%d", batch.version, decided.staleness.dropped_tokens, self._config.buffer.max_lag)
+        return Work(flat, decided, pack(flat, decided, learner.tokens_per_micro_batch, self._policy.device))
+
+    def differentiate(self, work: Work) -> Gradients:
+        """Forward and backward over all micro-batches; gradients add up in the parameters. The sum does not depend on the split: every weight is global."""
+        began = time.perf_counter()
+        stats = Stats()
+        total = torch.zeros((), dtype=torch.float64, device=self._policy.device)
+        every_tokens = [self._with_reference(batch, work.flat.temperature) for batch in work.micro_batches]
+        if self._objective.needs_proximal_pass:
+            every_tokens = self._with_batch_terms(work, every_tokens)
+        for batch, tokens in zip(work.micro_batches, every_tokens, strict=True):
+            x, entropy = self._policy.logprobs(batch, work.flat.temperature)
+            loss, measured = self._objective(x, tokens, entropy)
+            loss.backward()
+            total += loss.detach()
+            stats = stats.merge(measured)
+        metrics = {name: float(value) for name, value in stats.result().items()}
+        if not work.plan.skip:
+            metrics["total"] = float(total)
+        num_tokens = sum(batch.num_tokens for batch in work.micro_batches)
+        return Gradients(metrics, num_tokens, time.perf_counter() - began, work.plan.skip)
+
+    def update(self, version: int, gradients: Gradients) -> Update:
+        """Clips and steps; a gradient that is not finite changes nothing, and nothing is left of it."""
+        began = time.perf_counter()
+        learner = self._config.learner
+        rate = learning_rate(learner.optimizer, version, learner.versions)
+        norm = 0.0 if gradients.skip else clip(self._parameters, learner.optimizer.max_grad_norm)
+        stepped = not gradients.skip and math.isfinite(norm)
+        if stepped:
+            set_rate(self._optimizer, rate)
+            self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return Update(stepped, norm, rate, time.perf_counter() - began)
+
+    @torch.no_grad()
+    def _with_reference(self, batch: MicroBatch, temperature: float) -> Tokens:
+        if self._reference is None:
+            return batch.tokens
+        return replace(batch.tokens, ref=self._reference.logprobs(batch, temperature)[0])
+
+    @torch.no_grad()
+    def _with_batch_terms(self, work: Work, every_tokens: list[Tokens]) -> list[Tokens]:
+        """The proximal pass: log-probabilities of the whole batch first, from the weights the step starts with, then what depends on all of them."""
+        scored = [self._policy.logprobs(batch, work.flat.temperature)[0] for batch in work.micro_batches]
+        if not scored:
+            return []
+        every_tokens = [replace(tokens, prox=x) for tokens, x in zip(every_tokens, scored, strict=True)]
+        terms = self._objective.batch_terms(torch.cat(scored), _joined(every_tokens))
+        ends = list(itertools.accumulate(len(x) for x in scored))
+        return [terms.put(tokens, slice(end - len(x), end)) for tokens, x, end in zip(every_tokens, scored, ends, strict=True)]
+
+
+def _joined(parts: list[Tokens]) -> Tokens:
+    """All micro-batches as one; rows are numbered on."""
+    starts = [0, *itertools.accumulate(part.num_rows for part in parts)]
+
+    def join(name: str) -> torch.Tensor | None:
+        values = [getattr(part, name) for part in parts]
+        return None if values[0] is None else torch.cat(values)
+
+    rest = {name: join(name) for name in ("mu", "prox", "ref", "row_trajectory")}
+    return Tokens(
+        row=torch.cat([part.row + start for part, start in zip(parts, starts, strict=False)]),
+        num_rows=starts[-1],
+        mask=torch.cat([part.mask for part in parts]),
+        adv=torch.cat([part.adv for part in parts]),
+        agg=torch.cat([part.agg for part in parts]),
+        names=[name for part in parts for name in part.names or [""] * part.num_rows],
+        **rest,
+    )
+
+
+def check_alarms(metrics: dict[str, float], alarms: Alarms, version: int) -> None:
+    """Warns of, or stops at, drift between the policy that sampled and the one that learns; called before any parameter changes.
+
+    Raises :class:`RoleFailed` where the effective sample size is below ``alarms.ess_stop``.
+    """
+    sizes = {name: metrics[name] for name in ("ratio_ess", "is_ess", "drift_mu_ess") if name in metrics}
+    name, ess = min(sizes.items(), key=lambda item: item[1], default=("ratio_ess", 1.0))
+    if ess < alarms.ess_stop:
+        raise RoleFailed(
+            f"version {version}: {name} is {ess:.3f}, bound learner.alarms.ess_stop {alarms.ess_stop:g}: the data are too far from the policy that learns; "
+            "lower learner.optimizer.learning_rate or buffer.max_lag, and look at loss/* in metrics.jsonl"
+        )
+    if ess < alarms.ess_warn:
+        logger.warning("version=%d alarm=%s value=%.3f bound=%g", version, name, ess, alarms.ess_warn)
+    above = {"kl_old_k3": alarms.kl_warn, "kl_mu_k3": alarms.kl_warn, "drift_mu_k3": alarms.kl_warn, "trust_masked_frac": alarms.trust_masked_warn}
+    for name, bound in above.items():
+        if metrics.get(name, 0.0) > bound:
+            logger.warning("version=%d alarm=%s value=%.3f bound=%g", version, name, metrics[name], bound)

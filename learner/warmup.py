@@ -1,0 +1,143 @@
+"""The warm-up: supervised steps on the environment's own scripted conversations, before version 0.
+
+A small policy with random weights never says anything an environment can reward. The demonstrations teach it the form of an answer; ``correct`` says
+how many of them are right, so that there is something left to learn. What is trained is the cross-entropy of the assistant's tokens, averaged over the
+tokens of a step. Everything follows from the run's seed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+import time
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from ..configs.schema import Config, Warmup
+from ..envs import registry
+from ..envs.chat import ChatEnv
+from ..envs.renderer import Renderer
+from ..errors import ConfigError
+from .collate import Flat, pack
+from .optimizer import adamw, clip
+from .plan import Plan, Rows
+from .policy import Policy
+
+if TYPE_CHECKING:
+    from ..models import PreTrainedTokenizerFast
+
+logger = logging.getLogger(__name__)
+
+_SEED_STREAM = 0x5741524D
+"""Keeps the warm-up's random numbers apart from every other use of the run's seed."""
+Demonstration = tuple[list[int], list[int]]
+"""Token ids and loss mask, 1 on the assistant's tokens."""
+_CALL_ID = re.compile(r'"(tool_call_)?id": "[^"]*"')
+"""The only part of a scripted conversation that is made up at random and means nothing."""
+
+
+def warm_up(policy: Policy, tokenizer: PreTrainedTokenizerFast, config: Config) -> float:
+    """Trains ``policy`` in place and returns the last step's loss, in nats per token.
+
+    Raises :class:`ConfigError` where the environment has no demonstrations.
+    """
+    settings = config.warmup
+    assert settings is not None
+    registry.load_imports(config.imports)
+    began = time.process_time()
+    parameters = list(policy.model.parameters())
+    optimizer = adamw(policy.model.named_parameters(), [policy.model.get_input_embeddings().weight], rate=settings.learning_rate)
+    demonstrations = _demonstrations(config, settings, tokenizer)
+    loss = 0.0
+    for step, chosen in zip(range(1, settings.steps + 1), demonstrations, strict=False):
+        loss = _step(policy, chosen, config.learner.tokens_per_micro_batch)
+        clip(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if step % 25 == 0 or step == settings.steps:
+            logger.info("warmup_step=%d/%d loss=%.4f cpu_s=%.1f", step, settings.steps, loss, time.process_time() - began)
+    demonstrations.close()
+    return loss
+
+
+def _demonstrations(config: Config, settings: Warmup, tokenizer: PreTrainedTokenizerFast) -> Generator[list[Demonstration], None, None]:
+    """The demonstrations of each step, without end, from the run's seed. Equal conversations are rendered once."""
+    rng = np.random.default_rng([config.seed, _SEED_STREAM])
+    env = registry.make(config.env.id, **config.env.kwargs)
+    script = _Script(env, tokenizer)
+    try:
+        with asyncio.Runner() as runner:
+            while True:
+                seeds = rng.integers(2**31, size=settings.demonstrations_per_step)
+                right = rng.random(settings.demonstrations_per_step) < settings.correct
+                yield runner.run(script.play(seeds.tolist(), right.tolist()))
+    finally:
+        env.close()
+
+
+class _Script:
+    """Plays scripted conversations of ``env`` into token ids."""
+
+    def __init__(self, env: ChatEnv, tokenizer: PreTrainedTokenizerFast) -> None:
+        self._env = env
+        self._tokenizer: Any = tokenizer
+        self._renderer: Renderer | None = None
+        self._rendered: dict[str, Demonstration] = {}
+
+    async def play(self, seeds: list[int], right: list[bool]) -> list[Demonstration]:
+        return [await self._one(seed, correct) for seed, correct in zip(seeds, right, strict=True)]
+
+    async def _one(self, seed: int, correct: bool) -> Demonstration:
+        _, info = await self._env.areset(seed=seed)
+        if self._renderer is None:
+            self._renderer = Renderer(self._tokenizer, info["tools"])
+        messages = self._env.demonstrate(correct)
+        key = _CALL_ID.sub("", json.dumps(messages, sort_keys=True))
+        if key not in self._rendered:
+            ids, mask = self._renderer.conversation(messages)
+            if not any(mask[1:]):
+                raise ConfigError(f"warmup: a demonstration of {type(self._env).__name__} has no assistant message; demonstrate() must end with one")
+            self._rendered[key] = (ids, [0, *mask[1:]])
+        return self._rendered[key]
+
+
+def _step(policy: Policy, demonstrations: list[Demonstration], tokens_per_micro_batch: int) -> float:
+    """Accumulates the gradient of the mean cross-entropy and returns its value."""
+    flat, plan = supervised(demonstrations)
+    total = torch.zeros((), device=policy.device)
+    for batch in pack(flat, plan, tokens_per_micro_batch, policy.device):
+        x, _ = policy.logprobs(batch, temperature=1.0)
+        loss = -(x * batch.tokens.agg).sum()
+        loss.backward()
+        total += loss.detach()
+    return float(total)
+
+
+def supervised(demonstrations: list[Demonstration]) -> tuple[Flat, Plan]:
+    """A batch whose every token weighs the same: one over their number."""
+    lengths = np.array([len(ids) for ids, _ in demonstrations], np.int64)
+    mask = np.concatenate([np.array(flags, bool) for _, flags in demonstrations])
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    num = len(demonstrations)
+    order = np.arange(num)
+    counts = np.bincount(np.repeat(order, lengths)[mask], minlength=num).astype(np.int64)
+    zeros: Any = np.zeros(num)
+    rows = Rows(offsets=offsets, mask=mask, row_trajectory=order, rewards=zeros, groups=order)
+    plan = Plan(
+        advantages=zeros,
+        degenerate=zeros.astype(bool),
+        shaped_rewards=zeros,
+        mask=mask,
+        row_counts=counts,
+        row_advantage=zeros,
+        row_weight=np.full(num, 1.0 / mask.sum()),
+        staleness=None,
+        skip=False,
+    )
+    token_ids = np.concatenate([np.array(ids, np.int32) for ids, _ in demonstrations])
+    return Flat(rows, token_ids, np.zeros(len(token_ids), np.float32), 1.0), plan

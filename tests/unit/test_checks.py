@@ -1,0 +1,66 @@
+"""Cross-checks of a configuration that need two keys, a model's files or this machine's numbers."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+
+from rollstream.configs.checks import check_config, check_machine, weights_bytes
+from rollstream.configs.loader import load_config
+from rollstream.configs.run_folder import Run
+from rollstream.errors import ConfigError
+
+
+def folder_model(folder: Path, *, positions: int, shapes: tuple[tuple[int, ...], ...]) -> str:
+    """A model folder as far as the checks look: positions and the headers of its weights."""
+    (folder / "config.json").write_text(json.dumps({"text_config": {"max_position_embeddings": positions}}))
+    header = {f"layer{index}": {"dtype": "BF16", "shape": shape, "data_offsets": [0, 0]} for index, shape in enumerate(shapes)}
+    text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
+    return f"model={{kind: folder, path: {folder}}}"
+
+
+def test_the_quickstart_passes_every_check(tmp_path: Path) -> None:
+    config = load_config("quickstart")
+    check_config(config)
+    check_machine(Run(tmp_path, config, "a" * 32))
+
+
+def test_every_contradiction_is_told_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_config(load_config("quickstart", ["buffer.depth=9", "learner.group_size=1", "actors.sampling.top_p=0.5"]))
+    for key in ("buffer.depth 9", "learner.group_size 1", "actors.sampling.top_p 0.5"):
+        assert key in str(caught.value)
+
+
+def test_the_size_of_the_tiny_policy_is_that_of_the_model_that_is_built(tmp_path: Path) -> None:
+    from rollstream.models import load_policy, prepare_model
+
+    config = load_config("quickstart", ["model={kind: tiny, num_layers: 3, hidden_size: 96, num_heads: 6, num_kv_heads: 3}"])
+    model = load_policy(prepare_model(Run(tmp_path, config, "a" * 32)))
+    assert weights_bytes(config) == 4 * sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_the_size_of_a_model_folder_is_read_from_the_headers_of_its_files(tmp_path: Path) -> None:
+    config = load_config("quickstart", [folder_model(tmp_path, positions=512, shapes=((10, 20), (7,), ()))])
+    assert weights_bytes(config) == 4 * (200 + 7 + 1)
+    (tmp_path / "second.safetensors").write_bytes(b"short")
+    with pytest.raises(ConfigError, match=r"second\.safetensors is not a readable"):
+        weights_bytes(config)
+
+
+def test_trajectories_longer_than_a_model_folder_takes_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"160 is longer than the model's 128 positions; lower it"):
+        check_config(load_config("quickstart", [folder_model(tmp_path, positions=128, shapes=())]))
+
+
+def test_an_overlong_ramp_longer_than_its_end_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"overlong\.buffer 50 is larger than its max_len 40"):
+        check_config(load_config("quickstart", ["learner.advantage.overlong={max_len: 40, buffer: 50}"]))
+
+
+def test_groups_of_one_may_train_without_a_baseline() -> None:
+    check_config(load_config("quickstart", ["learner.group_size=1", "learner.advantage.mode=none"]))
