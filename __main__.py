@@ -1,0 +1,6 @@
+"""``python -m rollstream``."""
+
+from .cli import main
+
+if __name__ == "__main__":
+    main()

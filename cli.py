@@ -1,0 +1,251 @@
+"""The command line. Each command imports what it needs when it runs, so that ``rollstream --help`` loads nothing heavy.
+
+Exit codes: 0 the job did what was asked · 1 it failed · 2 the input has to change · 130 ended by Ctrl-C. An error is one line on standard error;
+``--debug`` adds the trace.
+"""
+
+# ruff: noqa: D301 - the backspace in a docstring is what keeps its examples unwrapped
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from .errors import RollstreamError
+
+app = typer.Typer(
+    name="rollstream",
+    help="Rollstream: asynchronous actor-learner reinforcement learning of language models.",
+    epilog="First steps:  rollstream train quickstart  (three minutes on a laptop), then  rollstream audit runs/quickstart",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+envs_app = typer.Typer(help="Registered environments.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(envs_app, name="envs")
+
+ConfigArgument = Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file, or the name of a shipped recipe such as quickstart.", show_default=False)]
+OverridesArgument = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="a.b=value", help="Values that replace those of CONFIG, for example learner.versions=50 seed=1.", show_default=False),
+]
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, such as runs/quickstart.", show_default=False)]
+DebugOption = Annotated[bool, typer.Option("--debug", help="Show the Python trace of an error.")]
+IdOption = Annotated[str | None, typer.Option("--id", metavar="NAME", help="Name of this process in logs and to the buffer.", show_default=False)]
+SupervisedOption = Annotated[bool, typer.Option("--supervised", hidden=True)]
+
+
+def _version(value: bool) -> None:
+    if value:
+        from . import __version__
+
+        typer.echo(f"rollstream {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")] = False) -> None:
+    pass
+
+
+@app.command()
+def train(
+    config: ConfigArgument,
+    overrides: OverridesArgument = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in this folder from its last checkpoint.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No view while it runs; the summary still comes.")] = False,
+    debug: DebugOption = False,
+) -> int:
+    """Train a policy on this machine, with a live view.
+
+    Starts the buffer, the learner and the actors, each as a process, and shows how they fare.
+
+    Ctrl-C stops cleanly with a checkpoint; a second Ctrl-C at once. Everything is kept in runs/NAME.
+
+    \b
+    Examples:
+      rollstream train quickstart
+      rollstream train quickstart name=short learner.versions=50
+      rollstream train my.yaml buffer.depth=0
+      rollstream train quickstart --resume
+    """
+    from .configs.loader import load_config
+    from .run import train as run_training
+    from .summary import Ending, print_summary
+    from .watch import Screen, View
+
+    del debug
+    screen = Screen(highlight=False)
+    outcome = run_training(load_config(config, overrides or ()), resume=resume, view=View(screen, quiet=quiet))
+    if outcome.error is not None:
+        logs = f"; see {os.path.relpath(outcome.run.logs_folder)}" if outcome.run.logs_folder.is_dir() else ""
+        typer.echo(f"error: {outcome.error}{logs}", err=True)
+    command = ("rollstream", "train", config, *(overrides or ()))
+    print_summary(outcome.run, Ending(outcome.exit_code, outcome.wall_s, outcome.cpu_s, outcome.num_restarts, command), screen)
+    return outcome.exit_code
+
+
+@app.command()
+def check(config: ConfigArgument, overrides: OverridesArgument = None, debug: DebugOption = False) -> int:
+    """Check a configuration without running it.
+
+    Keys, bounds, contradictions, the environment, the model, ports and memory of this machine. Writes nothing.
+
+    \b
+    Examples:
+      rollstream check quickstart
+      rollstream check my.yaml buffer.max_lag=2
+    """
+    from .configs.loader import load_config
+    from .run import check as check_run
+    from .run import check_learner
+
+    del debug
+    loaded = load_config(config, overrides or ())
+    check_run(loaded)
+    check_learner(loaded)
+    typer.echo(f"{config}: fine; rollstream train {config} would write {os.path.join(loaded.folder, loaded.name)}")
+    return 0
+
+
+@app.command("show-config")
+def show_config(config: ConfigArgument, overrides: OverridesArgument = None, debug: DebugOption = False) -> int:
+    """Print the complete, resolved configuration.
+
+    Defaults, then the preset, then CONFIG, then the overrides.
+
+    \b
+    Example:
+      rollstream show-config quickstart learner.preset=grpo
+    """
+    from .configs.loader import dump_config, load_config
+
+    del debug
+    typer.echo(dump_config(load_config(config, overrides or ())), nl=False)
+    return 0
+
+
+@app.command()
+def audit(run: RunArgument, debug: DebugOption = False) -> int:
+    """Close the books of a run.
+
+    Groups per state, lag trained, drops, duplicates; exit code 1 where they do not close. Reads only; also while the run goes on.
+
+    \b
+    Example:
+      rollstream audit runs/quickstart
+    """
+    from .buffer.audit import audit as audit_run
+    from .configs.loader import load_run
+    from .summary import audit_lines
+
+    del debug
+    report = audit_run(load_run(run).folder)
+    for line in audit_lines(report):
+        typer.echo(line)
+    return 0 if report.closes and not report.problems else 1
+
+
+@envs_app.command("list")
+def envs_list(
+    imports: Annotated[list[str] | None, typer.Argument(metavar="MODULE", help="Modules or files that register more.", show_default=False)] = None,
+    debug: DebugOption = False,
+) -> int:
+    """List every registered environment.
+
+    \b
+    Examples:
+      rollstream envs list
+      rollstream envs list my_envs.py
+    """
+    from .envs import registry
+
+    del debug
+    registry.load_imports(tuple(imports or ()))
+    for env_id in registry.registered_ids():
+        typer.echo(env_id)
+    return 0
+
+
+@app.command()
+def buffer(run: RunArgument, name: IdOption = None, supervised: SupervisedOption = False, debug: DebugOption = False) -> int:
+    """Run the buffer of a run by hand."""
+    from .roles import run_role
+
+    del debug
+    return run_role("buffer", run, name or "buffer", supervised=supervised)
+
+
+@app.command()
+def learner(run: RunArgument, name: IdOption = None, supervised: SupervisedOption = False, debug: DebugOption = False) -> int:
+    """Run the learner of a run by hand."""
+    from .roles import run_role
+
+    del debug
+    return run_role("learner", run, name or "learner", supervised=supervised)
+
+
+@app.command()
+def actor(run: RunArgument, name: IdOption = None, supervised: SupervisedOption = False, debug: DebugOption = False) -> int:
+    """Run one more actor of a run by hand.
+
+    \b
+    Example:
+      rollstream actor runs/quickstart --id actor-extra
+    """
+    from .roles import run_role
+
+    del debug
+    return run_role("actor", run, name or f"actor-{socket.gethostname().partition('.')[0]}-{os.getpid()}", supervised=supervised)
+
+
+@app.command(hidden=True)
+def probe() -> int:
+    """Check what only torch can tell of a configuration, given as JSON on standard input."""
+    from .configs.schema import Config
+    from .envs.registry import load_imports
+    from .roles import probe as probe_config
+
+    config = Config.model_validate_json(sys.stdin.read())
+    load_imports(config.imports)
+    probe_config(config)
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Entry point of ``rollstream``: runs a command and exits with its code."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in arguments
+    try:
+        code = app(args=arguments, prog_name="rollstream", standalone_mode=False)
+    except (KeyboardInterrupt, typer.Abort):
+        sys.exit(130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except Exception as error:  # noqa: BLE001 - the last place that can turn a failure into one line
+        if debug:
+            traceback.print_exception(error)
+        line, code = _in_one_line(error, debug=debug)
+        typer.echo(f"error: {line}", err=True)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _in_one_line(error: Exception, *, debug: bool) -> tuple[str, int]:
+    """The error for a person, and the exit code."""
+    if isinstance(error, RollstreamError):
+        return str(error), error.exit_code
+    usage = getattr(error, "format_message", None)
+    if callable(usage):
+        return f"{' '.join(str(usage()).split())} See rollstream --help", 2
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}{': ' if text else ''}{text}{'' if debug else '; run with --debug for the trace'}", 1

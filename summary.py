@@ -1,0 +1,231 @@
+"""What a run came to: a table, a small plot in the terminal, a picture in the run folder, and what to try next.
+
+Everything is read from ``metrics.jsonl`` and the ledger, so it can be told of any run, also one that was stopped.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from .buffer.audit import AuditReport, audit
+from .configs.run_folder import Run
+from .errors import RollstreamError
+from .tail import SMOOTH, Row, clock, read_rows, smoothed
+
+THRESHOLD = 0.9
+"""Success whose first crossing is reported."""
+_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
+_COLOURS = ("green", "cyan")
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """What the supervisor knows of the end and no file does."""
+
+    exit_code: int
+    wall_s: float
+    cpu_s: Mapping[str, float]
+    num_restarts: int
+    command: Sequence[str]
+    """What was typed, without ``--resume``."""
+
+
+def print_summary(run: Run, ending: Ending, console: Console) -> None:
+    """Prints the summary of ``run`` and writes ``rewards.png`` into its folder. A run without a version gets no summary."""
+    rows = read_rows(run.metrics_path)
+    if not rows:
+        return
+    console.print()
+    for name, value in _facts(run, ending, rows, _audit(run)):
+        console.print(Text(f"{name:<18}", style="dim").append(value, style="not dim"), soft_wrap=True)
+    console.print()
+    for line in terminal_plot(rows, width=min(console.width - 2, 90), height=10):
+        console.print(line, soft_wrap=True)
+    picture = draw_png(run, rows)
+    console.print()
+    for what, command in _next_commands(run, ending, picture):
+        console.print(Text(f"{what:<18}", style="dim").append(command, style="bold"), soft_wrap=True)
+
+
+def passed_at(rows: Sequence[Row], name: str = "train/success", threshold: float = THRESHOLD) -> Row | None:
+    """Row of the first version at which the mean of the last five versions of ``name`` reaches ``threshold``."""
+    held = [row for row in rows if row.get(name) is not None]
+    for row, value in zip(held, smoothed(held, name), strict=True):
+        if value >= threshold and held.index(row) >= SMOOTH - 1:
+            return row
+    return None
+
+
+def _audit(run: Run) -> AuditReport | None:
+    try:
+        return audit(run.folder)
+    except (RollstreamError, OSError):
+        return None
+
+
+def _facts(run: Run, ending: Ending, rows: Sequence[Row], report: AuditReport | None) -> Iterator[tuple[str, str]]:
+    word = {0: "finished", 130: "stopped"}.get(ending.exit_code, "ended early")
+    yield word, f"version {rows[-1]['version']} of {run.config.learner.versions} in {clock(ending.wall_s)}, {_plural(ending.num_restarts, 'restart')}"
+    roles = ", ".join(f"{name} {seconds:.0f}" for name, seconds in ending.cpu_s.items())
+    yield "CPU seconds", f"{sum(ending.cpu_s.values()):.0f}: {roles}"
+    for name, metric in (("success", "train/success"), ("reward", "train/reward_mean")):
+        values = [float(row[metric]) for row in rows if row.get(metric) is not None]
+        if values:
+            yield name, f"{_mean(values[:SMOOTH]):.3f} (first {SMOOTH} versions) → {_mean(values[-SMOOTH:]):.3f} (last {SMOOTH})"
+    row = passed_at(rows)
+    if row is not None:
+        at = f" after {clock(float(row['time/wall_s']))} of training" if row.get("time/wall_s") is not None else ""
+        yield f"success ≥ {THRESHOLD}", f"from version {row['version']} on (mean of {SMOOTH}){at}"
+    lags = [float(row["train/lag_max"]) for row in rows if row.get("train/lag_max") is not None]
+    drops = sum(float(row.get("train/age_drops") or 0) for row in rows)
+    yield "lag trained", f"at most {max(lags, default=0):.0f} of {run.config.buffer.max_lag} allowed; {drops:.0f} dropped for age"
+    if report is not None:
+        in_flight = sum(report.counts[state] for state in ("open", "ready", "assigned"))
+        rest = f"; the rest belongs to {_plural(in_flight, 'group')} in flight at the end" if in_flight else ""
+        yield "episodes", f"{report.num_trajectories:,} generated, {report.num_trained:,} trained{rest}"
+        yield "books", _books(report) + "".join(f"; {problem}" for problem in report.problems)
+
+
+def audit_lines(report: AuditReport) -> Iterator[str]:
+    """The audit of a run in words: the equation of the books, what was trained, whether what was trained is like what was played, every problem."""
+    yield f"books        {_books(report)}"
+    reasons = ", ".join(f"{reason} {count:,}" for reason, count in sorted(report.drop_reasons.items()))
+    if reasons:
+        yield f"dropped      {reasons}"
+    yield f"version      {report.version:,} of lineage {report.lineage}, {_plural(report.num_batches, 'batch', 'batches')} recorded"
+    appends = f"{_plural(report.num_rows, 'row')}, {_plural(report.num_appends, 'append')}, {report.size_bytes / 2**20:,.1f} MiB"
+    yield f"trajectories {report.num_trajectories:,} in the log ({appends}), {report.num_trained:,} trained, {report.duplicates:,} trained twice"
+    yield f"lag          at most {report.max_lag_trained} trained, {report.lag_bound} allowed; {report.num_age_drops:,} trajectories withheld for age"
+    for env_id, bias in report.bias.items():
+        yield f"{env_id}: trained {bias.num_trained:,} of {bias.num_leased:,} trajectories; means of the trained and of all:"
+        pairs = (
+            ("tokens", bias.trained_tokens_mean, bias.leased_tokens_mean),
+            ("reward", bias.trained_reward_mean, bias.leased_reward_mean),
+            ("success", bias.trained_success_mean, bias.leased_success_mean),
+        )
+        yield "             " + "   ".join(f"{name} {trained:.3f} {played:.3f}" for name, trained, played in pairs if not math.isnan(played))
+    if report.unrecorded_bytes:
+        yield f"unrecorded   {report.unrecorded_bytes:,} bytes behind the last acknowledged append, as a live or a killed buffer leaves them"
+    for problem in report.problems:
+        yield f"problem      {problem}"
+    yield "clean" if report.closes and not report.problems else "NOT CLEAN"
+
+
+def _books(report: AuditReport) -> str:
+    states = " + ".join(f"{count:,} {state}" for state, count in report.counts.items())
+    return f"{'close' if report.closes else 'DO NOT CLOSE'}: {report.num_leased:,} groups leased = {states}"
+
+
+def _next_commands(run: Run, ending: Ending, picture: Path) -> Iterator[tuple[str, str]]:
+    folder = os.path.relpath(run.folder)
+    yield "picture", os.path.relpath(picture)
+    yield "close the books", f"rollstream audit {folder}"
+    yield "all the numbers", f"tensorboard --logdir {folder}/tensorboard"
+    if ending.exit_code != 0:
+        yield "go on", shlex.join([*ending.command, "--resume"])
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _plural(count: int, word: str, words: str = "") -> str:
+    return f"{count:,} {word if count == 1 else words or word + 's'}"
+
+
+# --- plots --------------------------------------------------------------------------------------------------------------------------
+
+
+def terminal_plot(rows: Sequence[Row], *, width: int, height: int) -> list[Text]:
+    """Success and reward over versions (means of five) in braille characters, two by four dots each, with axes and a legend."""
+    curves = {name: values for name, metric in (("success", "train/success"), ("reward", "train/reward_mean")) if (values := smoothed(rows, metric))}
+    if not curves:
+        return []
+    low = min(0.0, *(min(values) for values in curves.values()))
+    high = max(1.0, *(max(values) for values in curves.values()))
+    columns = width - 8
+    grids = [_braille(values, low, high, columns, height) for values in curves.values()]
+    lines: list[Text] = []
+    for index in range(height):
+        level = high - (high - low) * index / (height - 1)
+        line = Text(f"{level:6.2f} ┤" if index % 3 == 0 or index == height - 1 else "       │", style="dim")
+        for column in range(columns):
+            cells = [grid[index][column] for grid in grids]
+            owner = next((number for number, cell in enumerate(cells) if cell), 0)
+            line.append(chr(0x2800 + _union(cells)) if any(cells) else " ", style=_COLOURS[owner])
+        lines.append(line)
+    first, last = str(rows[0]["version"]), str(rows[-1]["version"])
+    lines.append(Text("       └" + "─" * columns, style="dim"))
+    legend = Text(f"        {first}")
+    for number, name in enumerate(curves):
+        legend.append(f"   ━ {name}", style=_COLOURS[number])
+    label = f"   by version, mean of {SMOOTH}"
+    legend.append(label, style="dim")
+    legend.append(last.rjust(max(1, width - len(legend.plain))))
+    return [*lines, legend]
+
+
+def _braille(values: Sequence[float], low: float, high: float, columns: int, height: int) -> list[list[int]]:
+    """One curve as bit patterns of braille cells, ``[height][columns]``; neighbouring points are joined by vertical strokes."""
+    grid = [[0] * columns for _ in range(height)]
+    num_dots, previous = columns * 2, None
+    for x in range(num_dots):
+        value = values[min(len(values) - 1, x * len(values) // num_dots)]
+        y = round((high - value) / ((high - low) or 1.0) * (height * 4 - 1))
+        start = y if previous is None else previous
+        for dot in range(min(start, y), max(start, y) + 1):
+            grid[dot // 4][x // 2] |= _DOTS[dot % 4][x % 2]
+        previous = y
+    return grid
+
+
+def _union(cells: Sequence[int]) -> int:
+    bits = 0
+    for cell in cells:
+        bits |= cell
+    return bits
+
+
+def draw_png(run: Run, rows: Sequence[Row]) -> Path:
+    """Writes ``rewards.png``: success and reward, and below them the lag that was trained. Returns its path."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 6), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    for name, metric, colour in (("success", "train/success", "tab:green"), ("reward", "train/reward_mean", "tab:blue")):
+        held = [row for row in rows if row.get(metric) is not None]
+        versions = [int(row["version"]) for row in held]
+        upper.plot(versions, [float(row[metric]) for row in held], color=colour, alpha=0.25, linewidth=0.8)
+        upper.plot(versions, smoothed(held, metric), color=colour, linewidth=2, label=f"{name} (mean of {SMOOTH} versions)")
+    row = passed_at(rows)
+    if row is not None:
+        upper.axhline(THRESHOLD, color="grey", linestyle=":", linewidth=1)
+        upper.axvline(int(row["version"]), color="grey", linestyle=":", linewidth=1)
+        upper.annotate(f"success ≥ {THRESHOLD} at {row['version']}", (int(row["version"]), THRESHOLD), (6, -14), textcoords="offset points", color="grey")
+    upper.set_ylabel("success, reward")
+    upper.legend(loc="lower right", frameon=False)
+    upper.set_title(f"{run.config.name}: {run.config.env.id}, seed {run.config.seed}")
+    for name, metric, colour in (("max", "train/lag_max", "tab:red"), ("mean", "train/lag_mean", "tab:orange")):
+        held = [row for row in rows if row.get(metric) is not None]
+        lower.plot([int(row["version"]) for row in held], [float(row[metric]) for row in held], color=colour, linewidth=1, label=f"lag, {name}")
+    lower.axhline(run.config.buffer.max_lag, color="black", linestyle="--", linewidth=1, label=f"max_lag {run.config.buffer.max_lag}")
+    lower.set_ylabel("lag (versions)")
+    lower.set_xlabel("policy version")
+    lower.set_ylim(0, run.config.buffer.max_lag + 1)
+    lower.legend(loc="lower right", bbox_to_anchor=(1, 0.98), ncols=3, frameon=False, fontsize="small")
+    for axes in (upper, lower):
+        axes.grid(alpha=0.2)
+        axes.spines[["top", "right"]].set_visible(False)
+    path = run.folder / "rewards.png"
+    figure.savefig(path)
+    return path

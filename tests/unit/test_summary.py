@@ -1,0 +1,81 @@
+"""The summary of a run: first crossing, plots that can be read, a picture on disk."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollstream.configs.loader import load_config
+from rollstream.configs.run_folder import Run
+from rollstream.summary import draw_png, passed_at, terminal_plot
+from rollstream.tail import last_version, read_rows
+
+
+def learning(num: int = 200, middle: int = 90) -> list[dict[str, Any]]:
+    values = [1 / (1 + math.exp(-(version - middle) / 12)) for version in range(1, num + 1)]
+    return [
+        {"version": version, "train/success": value, "train/reward_mean": 1.3 * value - 0.1, "train/lag_max": 1 + version % 4, "train/lag_mean": 1.5}
+        for version, value in enumerate(values, start=1)
+    ]
+
+
+def test_success_counts_as_passed_only_when_the_mean_of_five_versions_holds() -> None:
+    rows = [{"version": version, "train/success": 1.0 if version in (2, 3) or version > 10 else 0.0} for version in range(1, 30)]
+    found = passed_at(rows)
+    assert found is not None
+    assert found["version"] == 15
+    assert passed_at(rows[:9]) is None
+    assert passed_at([]) is None
+    assert passed_at(rows[10:13]) is None
+
+
+def test_a_cut_last_line_of_the_metrics_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert read_rows(path) == []
+    assert last_version(path) == 0
+    path.write_text(json.dumps({"version": 1}) + "\n" + '{"version": 2, "tr')
+    assert read_rows(path) == [{"version": 1}]
+    assert last_version(path) == 1
+
+
+def dots_of_column(lines: list[str], column: int) -> list[int]:
+    return [index for index, line in enumerate(lines) if 0x2800 < ord(line[column]) <= 0x28FF]
+
+
+def test_the_terminal_plot_climbs_from_the_bottom_left_to_the_top_right() -> None:
+    lines = [line.plain for line in terminal_plot(learning(), width=80, height=10)]
+    assert len(lines) == 12
+    assert all(len(line) <= 80 for line in lines)
+    grid = lines[:10]
+    assert max(dots_of_column(grid, 8)) == 9
+    assert min(dots_of_column(grid, 79)) == 0
+    assert "1.20" in lines[0] or "1.2" in lines[0] or float(lines[0].split()[0]) == pytest.approx(1.2, abs=0.01)
+    assert "success" in lines[-1]
+    assert "reward" in lines[-1]
+    assert lines[-1].rstrip().endswith("200")
+
+
+@pytest.mark.parametrize("num", [1, 2, 7])
+def test_a_run_of_few_versions_can_be_plotted(num: int) -> None:
+    lines = terminal_plot(learning(num), width=60, height=8)
+    assert len(lines) == 10
+
+
+def test_a_run_whose_environment_reports_no_success_still_plots_its_reward() -> None:
+    rows = [{"version": version, "train/reward_mean": -2.0 + version / 10} for version in range(1, 30)]
+    lines = [line.plain for line in terminal_plot(rows, width=60, height=8)]
+    assert "success" not in lines[-1]
+    assert float(lines[7].split()[0]) == pytest.approx(-1.9)
+    assert terminal_plot([{"version": 1}], width=60, height=8) == []
+
+
+def test_the_picture_is_a_png_in_the_run_folder(tmp_path: Path) -> None:
+    run = Run(folder=tmp_path, config=load_config("quickstart"), run_id="a" * 32)
+    path = draw_png(run, learning())
+    assert path == tmp_path / "rewards.png"
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert draw_png(run, [{"version": 1}]).is_file()
