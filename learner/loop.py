@@ -77,7 +77,9 @@ def learn_from(run: Run, source: BatchSource, stop: threading.Event) -> None:
     """:func:`learn` from any source of batches."""
     config = run.config.learner
     torch.set_num_threads(config.num_threads)  # sums depend on it, so a resume needs the same
-    held = start(run)
+    held = start(run, stop)
+    if held.saved is None and stop.is_set():
+        return  # half warmed up: the next start begins anew
     held.lineage = source.hello(held.version).lineage
     if held.saved is None:
         held.saved = _save(run, held, source.sync)
@@ -118,7 +120,7 @@ def learn_from(run: Run, source: BatchSource, stop: threading.Event) -> None:
         tracker.close()
 
 
-def start(run: Run) -> Held:
+def start(run: Run, stop: threading.Event) -> Held:
     """The newest checkpoint; where there is none, the starting policy, warmed up, with ``saved`` None: version 0 is to be written.
 
     Raises :class:`CheckpointError` where the newest is damaged, :class:`ConfigError` where a setting that a step depends on has changed since.
@@ -129,7 +131,7 @@ def start(run: Run) -> Held:
     folder = saved.model_folder if saved is not None else models.prepare_model(run)
     model, tokenizer = models.load_policy(folder, device=config.device), models.load_tokenizer(folder)
     if saved is None and run.config.warmup is not None:
-        warm_up(Policy(model), tokenizer, run.config)
+        warm_up(Policy(model), tokenizer, run.config, stop)
     settings = config.optimizer
     layers: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
     embeddings = [layer.weight for layer in layers if layer is not None]

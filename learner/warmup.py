@@ -11,6 +11,7 @@ import asyncio
 import json
 import logging
 import re
+import threading
 import time
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
@@ -41,8 +42,8 @@ _CALL_ID = re.compile(r'"(tool_call_)?id": "[^"]*"')
 """The only part of a scripted conversation that is made up at random and means nothing."""
 
 
-def warm_up(policy: Policy, tokenizer: PreTrainedTokenizerFast, config: Config) -> float:
-    """Trains ``policy`` in place and returns the last step's loss, in nats per token.
+def warm_up(policy: Policy, tokenizer: PreTrainedTokenizerFast, config: Config, stop: threading.Event) -> float:
+    """Trains ``policy`` in place and returns the last step's loss, in nats per token; ``stop`` leaves it half done, good for nothing.
 
     Raises :class:`ConfigError` where the environment has no demonstrations.
     """
@@ -55,6 +56,8 @@ def warm_up(policy: Policy, tokenizer: PreTrainedTokenizerFast, config: Config) 
     demonstrations = _demonstrations(config, settings, tokenizer)
     loss = 0.0
     for step, chosen in zip(range(1, settings.steps + 1), demonstrations, strict=False):
+        if stop.is_set():
+            break
         loss = _step(policy, chosen, config.learner.tokens_per_micro_batch)
         clip(parameters, 1.0)
         optimizer.step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +36,17 @@ def _one_thread() -> None:
 
 def test_the_same_seed_gives_the_same_policy_and_a_better_one(tmp_path: Path) -> None:
     runs = [build(tmp_path / name) for name in ("a", "b")]
-    losses = [warm_up(policy, tokenizer, config) for policy, tokenizer, config in runs]
+    losses = [warm_up(policy, tokenizer, config, threading.Event()) for policy, tokenizer, config in runs]
     assert losses[0] == losses[1] < 3.0, "it began at ln 264 = 5.6 and above"
     for one, other in zip(runs[0][0].model.parameters(), runs[1][0].model.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+def test_a_warm_up_that_is_asked_to_stop_stops_at_once(tmp_path: Path) -> None:
+    policy, tokenizer, config = build(tmp_path / "a", steps=1_000_000)
+    stop = threading.Event()
+    threading.Timer(0.3, stop.set).start()
+    warm_up(policy, tokenizer, config, stop)
 
 
 def test_only_the_assistants_tokens_are_learned_each_with_the_same_weight() -> None:
