@@ -18,7 +18,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from .errors import RollstreamError
+from .errors import RollstreamError, describe
 
 app = typer.Typer(
     name="rollstream",
@@ -247,5 +247,4 @@ def _in_one_line(error: Exception, *, debug: bool) -> tuple[str, int]:
     usage = getattr(error, "format_message", None)
     if callable(usage):
         return f"{' '.join(str(usage()).split())} See rollstream --help", 2
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}{': ' if text else ''}{text}{'' if debug else '; run with --debug for the trace'}", 1
+    return f"{describe(error)}{'' if debug else '; run with --debug for the trace'}", 1

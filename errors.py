@@ -23,6 +23,8 @@ the remedy, in one line.
 
 from __future__ import annotations
 
+import errno
+
 __all__ = [
     "CheckpointError",
     "ConfigError",
@@ -131,3 +133,15 @@ class CheckpointError(RollstreamError, RuntimeError):
 
 class RoleFailed(RollstreamError, RuntimeError):
     """A role process ended and took the run with it; the message is that role's own error."""
+
+
+def describe(error: BaseException) -> str:
+    """One line: the message of our own errors, which says all; for others what to do where we know it, else their class and message."""
+    text = " ".join(str(error).split())
+    if isinstance(error, RollstreamError) and text:
+        return text
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"the disk is full ({error.filename or 'a file of the run'}); free space there, then go on with --resume"
+    if type(error).__module__ == "sqlite3":
+        return f"the run's ledger.sqlite cannot be used ({text}); put back a copy of it, or start a new run with model.path at checkpoints/vNNNNNN/model"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

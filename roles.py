@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal, NoReturn, cast
@@ -28,7 +29,7 @@ from .configs.loader import load_run
 from .configs.run_folder import Run
 from .configs.schema import Config
 from .envs.registry import load_imports
-from .errors import ConfigError, RoleFailed, RollstreamError
+from .errors import ConfigError, RoleFailed, RollstreamError, describe
 
 RoleName = Literal["buffer", "learner", "actor"]
 STOP_GRACE_S = 30.0
@@ -194,12 +195,6 @@ def root_cause(error: BaseException) -> Exception:
     return (ours or found or [RuntimeError(str(error))])[0]
 
 
-def describe(error: BaseException) -> str:
-    """One line: the message of our own errors, which says all; the class and the message of anybody else's."""
-    text = " ".join(str(error).split())
-    return text if isinstance(error, RollstreamError) and text else f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
 def _write_error(path: Path, error: Exception) -> None:
     record = {
         "kind": type(error).__name__,
@@ -291,9 +286,10 @@ class RoleProcess:
         return self._describe_death(process.returncode)
 
     def terminate(self) -> None:
-        """Asks it to stop in order."""
+        """Asks it to stop in order. Not through ``Popen``, which would collect a dead process and its CPU time before :meth:`poll` does."""
         if self._process is not None:
-            self._process.send_signal(signal.SIGTERM)
+            with suppress(ProcessLookupError):
+                os.kill(self._process.pid, signal.SIGTERM)
 
     def kill(self) -> None:
         """Ends it and everything it started, at once."""

@@ -234,9 +234,11 @@ class Supervisor:
                 while not (self._finished or self._failure or self._signals):
                     self._tick()
             finally:
-                self._end_roles()
-                self._clear()
-                self._client.close()
+                try:
+                    self._end_roles()
+                finally:
+                    self._clear()
+                    self._client.close()
         return self._outcome()
 
     def _tick(self) -> None:
@@ -279,7 +281,7 @@ class Supervisor:
 
     def _notice(self, text: str) -> None:
         self._notices.append(text)
-        with (self._run.logs_folder / "supervisor.log").open("a", encoding="utf-8") as log:
+        with suppress(OSError), (self._run.logs_folder / "supervisor.log").open("a", encoding="utf-8") as log:  # a full disk must not end the run here
             log.write(f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} {text}\n")
 
     def _show(self, *, now: bool = False) -> None:
@@ -326,10 +328,15 @@ class Supervisor:
     def _end(self, processes: Sequence[RoleProcess], *, ask_at: float, deadline: float) -> None:
         """Waits until ``processes`` have ended: asked to at ``ask_at``, by force after ``deadline``."""
         asked: set[str] = set()
+        forced = False
         while alive := [process for process in processes if process.pid is not None]:
             now = time.monotonic()
             if self._at_once or now > deadline:
-                self._kill(alive)
+                if not forced:
+                    self._notice(f"ended by force: {', '.join(process.name for process in alive)}")
+                forced = True
+                for process in alive:
+                    process.kill()
             elif now >= ask_at:
                 for process in alive:
                     if process.name not in asked:
@@ -345,12 +352,6 @@ class Supervisor:
     @property
     def _at_once(self) -> bool:
         return len(self._signals) > 1
-
-    def _kill(self, alive: Sequence[RoleProcess]) -> None:
-        self._notice(f"ended by force: {', '.join(process.name for process in alive)}")
-        for process in alive:
-            process.kill()
-        time.sleep(POLL_S)
 
     def _clear(self) -> None:
         """Removes sockets and shared memory, also those an earlier process of this run had to leave behind."""

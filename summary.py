@@ -17,7 +17,7 @@ from rich.text import Text
 
 from .buffer.audit import AuditReport, audit
 from .configs.run_folder import Run
-from .errors import RollstreamError
+from .errors import RollstreamError, describe
 from .tail import SMOOTH, Row, clock, read_rows, smoothed
 
 THRESHOLD = 0.9
@@ -49,7 +49,11 @@ def print_summary(run: Run, ending: Ending, console: Console) -> None:
     console.print()
     for line in terminal_plot(rows, width=min(console.width - 2, 90), height=10):
         console.print(line, soft_wrap=True)
-    picture = draw_png(run, rows)
+    try:
+        picture = draw_png(run, rows)
+    except OSError as error:
+        console.print(f"no picture: {describe(error)}")
+        return
     console.print()
     for what, command in _next_commands(run, ending, picture):
         console.print(Text(f"{what:<18}", style="dim").append(command, style="bold"), soft_wrap=True)

@@ -28,6 +28,8 @@ from .run_folder import Run
 from .schema import Config, Learner
 
 _PACKAGE = importlib.resources.files(__name__.rpartition(".")[0])
+_UNIONS = {"model", "sampler"}
+_KINDS = {"tiny", "folder", "torch", "scripted"}
 _RECORDED_PACKAGES = ("rollstream", "torch", "transformers", "tokenizers", "pyarrow", "pyzmq", "numpy", "gymnasium")
 
 
@@ -50,7 +52,7 @@ def load_run(folder: str | Path) -> Run:
     path = folder / "config.yaml"
     if not path.is_file():
         raise RunFolderError(f"{folder} is not a run folder: it has no config.yaml; give the folder of a run, such as runs/quickstart")
-    values = _parse(path.read_text(encoding="utf-8"), str(path))
+    values = _parse(_text(path), str(path))
     provenance = values.pop("provenance", None)
     if not isinstance(provenance, dict) or not isinstance(run_id := cast("dict[str, Any]", provenance).get("run_id"), str):
         raise RunFolderError(f"{path} carries no provenance.run_id: it was not written by rollstream train")
@@ -92,13 +94,27 @@ def dump_config(config: Config) -> str:
 
 def _read(source: str | Path) -> tuple[str, str]:
     path = Path(source)
-    if path.is_file():
-        return str(path), path.read_text(encoding="utf-8")
+    try:
+        if path.is_dir():
+            raise ConfigError(f"{source} is a folder; give a YAML file, or the name of a shipped recipe")
+        if path.is_file():
+            return str(path), _text(path)
+    except (OSError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{str(source)[:80]!r} cannot be read: {error}; give a YAML file, or the name of a shipped recipe") from None
     recipe = _PACKAGE / f"{source}.yaml"
     if path.name == str(source) and recipe.is_file():
         return str(source), recipe.read_text(encoding="utf-8")
     recipes = sorted(entry.name.removesuffix(".yaml") for entry in _PACKAGE.iterdir() if entry.name.endswith(".yaml"))
     raise ConfigError(f"{source}: no such file, and no shipped recipe of that name; recipes are {', '.join(recipes)}")
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text (byte {error.start}): save it as UTF-8") from None
 
 
 def _parse(text: str, name: str) -> dict[str, Any]:
@@ -109,6 +125,8 @@ def _parse(text: str, name: str) -> dict[str, Any]:
         raise ConfigError(f"{name}:{line}: {str(error.problem).splitlines()[0]}; keep one of them") from None
     except YAMLError as error:
         raise ConfigError(f"{name}: not valid YAML: {' '.join(str(error).split())}") from None
+    if values is None:
+        raise ConfigError(f"{name} is empty; it needs at least name, env and learner, see `rollstream show-config quickstart`")
     if not isinstance(values, dict):
         raise ConfigError(f"{name}: holds {type(values).__name__}, expected a mapping of keys such as name, env, learner")
     return cast("dict[str, Any]", values)
@@ -160,7 +178,8 @@ def _validate(values: dict[str, Any], name: str) -> Config:
 
 
 def _describe(item: ErrorDetails) -> str:
-    key = ".".join(str(part) for part in item["loc"]) or "the file"
+    # pydantic puts the kind of a tagged union into the path; nobody writes it
+    key = ".".join(str(part) for place, part in enumerate(item["loc"]) if not (place and part in _KINDS and item["loc"][place - 1] in _UNIONS)) or "the file"
     if item["type"] == "extra_forbidden":
         return f"{key}: unknown key; check the spelling, or see `rollstream show-config` for every key there is"
     if item["type"] == "missing":

@@ -12,8 +12,8 @@ import pytest
 
 from rollstream.configs.loader import create_run, load_config
 from rollstream.configs.run_folder import Run
-from rollstream.errors import ConfigError, DeadlineExceeded, EnvError, RollstreamError
-from rollstream.roles import Death, RoleProcess, describe, root_cause, run_role
+from rollstream.errors import ConfigError, DeadlineExceeded, EnvError, RollstreamError, describe
+from rollstream.roles import Death, RoleProcess, root_cause, run_role
 from rollstream.run import MAX_RESTART_DELAY_S, RESTART_DELAY_S, _Restarts
 
 
