@@ -6,15 +6,22 @@ BIN := $(VENV)/bin
 
 .PHONY: setup quickstart test unit lint format clean
 
-setup: $(VENV)/.installed
+setup: $(VENV)/.dev
 
-$(VENV)/.installed: pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] < (3, 11))' || { echo "error: Rollstream needs Python 3.11 or newer, found $$($(PYTHON) --version); set PYTHON=/path/to/python3.11"; exit 1; }
+$(VENV)/.base: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" && $(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] < (3, 11))' \
+		|| { echo "error: Rollstream needs Python 3.11 or newer, found '$(PYTHON)'; set PYTHON=/path/to/python3.11"; exit 1; }
+	@echo "Installing Rollstream and PyTorch into $(VENV): about 1.6 GB, a few minutes"
 	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.base
+	@echo "Installing the tools for tests into $(VENV)"
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-quickstart: setup
+quickstart: $(VENV)/.base
 	$(BIN)/rollstream train quickstart name=quickstart-$$(date +%Y%m%d-%H%M%S)
 
 test: setup

@@ -71,6 +71,8 @@ def train(
 
     Ctrl-C stops cleanly with a checkpoint; a second Ctrl-C at once. Everything is kept in runs/NAME.
 
+    With --resume, whatever gives the recorded batches their meaning (seed, model, environment, loss, optimizer, depth, max_lag) stays as recorded.
+
     \b
     Examples:
       rollstream train quickstart
@@ -78,19 +80,20 @@ def train(
       rollstream train my.yaml buffer.depth=0
       rollstream train quickstart --resume
     """
-    from .configs.loader import load_config
+    from .configs.loader import load_config, load_resumed
     from .run import train as run_training
     from .summary import Ending, print_summary
     from .watch import Screen, View
 
     del debug
     screen = Screen(highlight=False)
-    outcome = run_training(load_config(config, overrides or ()), resume=resume, view=View(screen, quiet=quiet))
+    loaded = load_resumed(config, overrides or ()) if resume else load_config(config, overrides or ())
+    outcome = run_training(loaded, resume=resume, view=View(screen, quiet=quiet))
     if outcome.error is not None:
         logs = f"; see {os.path.relpath(outcome.run.logs_folder)}" if outcome.run.logs_folder.is_dir() else ""
         typer.echo(f"error: {outcome.error}{logs}", err=True)
-    command = ("rollstream", "train", config, *(overrides or ()))
-    print_summary(outcome.run, Ending(outcome.exit_code, outcome.wall_s, outcome.cpu_s, outcome.num_restarts, command), screen)
+    arguments = ("train", config, *(overrides or ()))
+    print_summary(outcome.run, Ending(outcome.exit_code, outcome.wall_s, outcome.cpu_s, outcome.num_restarts, arguments), screen)
     return outcome.exit_code
 
 

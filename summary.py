@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 import os
 import shlex
+import shutil
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,8 +36,8 @@ class Ending:
     wall_s: float
     cpu_s: Mapping[str, float]
     num_restarts: int
-    command: Sequence[str]
-    """What was typed, without ``--resume``."""
+    arguments: Sequence[str]
+    """What was typed after ``rollstream``, without ``--resume``."""
 
 
 def print_summary(run: Run, ending: Ending, console: Console) -> None:
@@ -131,10 +133,19 @@ def _books(report: AuditReport) -> str:
 def _next_commands(run: Run, ending: Ending, picture: Path) -> Iterator[tuple[str, str]]:
     folder = os.path.relpath(run.folder)
     yield "picture", os.path.relpath(picture)
-    yield "close the books", f"rollstream audit {folder}"
-    yield "all the numbers", f"tensorboard --logdir {folder}/tensorboard"
+    yield "close the books", f"{_runnable('rollstream')} audit {folder}"
+    yield "all the numbers", f"{_runnable('tensorboard')} --logdir {folder}/tensorboard"
     if ending.exit_code != 0:
-        yield "go on", shlex.join([*ending.command, "--resume"])
+        yield "go on", shlex.join([_runnable("rollstream"), *ending.arguments, "--resume"])
+    else:
+        yield "your own task", 'README.md, "Your own environment, tonight"'
+
+
+def _runnable(name: str) -> str:
+    """How this shell can start a command of the environment we run in: by name where that finds it, else by path."""
+    here = Path(sys.executable).with_name(name)
+    found = shutil.which(name)
+    return name if found is not None and Path(found).resolve() == here.resolve() else os.path.relpath(here)
 
 
 def _mean(values: Sequence[float]) -> float:

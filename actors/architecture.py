@@ -1,7 +1,5 @@
 """Which models the embedded engine can run: asked of the model, then proven by running it."""
 
-# ruff: noqa: ANN401 - a Hugging Face model, typed where transformers is imported
-
 from __future__ import annotations
 
 import inspect

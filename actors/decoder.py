@@ -6,8 +6,6 @@ product, and one new token per row attends by two batched products over the cach
 ``W`` visible columns.
 """
 
-# ruff: noqa: ANN401 - the modules of a Hugging Face model are typed as Any here: their attributes are known by family, not by class
-
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -13,8 +13,6 @@ New weights and what was computed under the old ones, ``on_push``:
 Nothing cached is ever shared between sessions, so there is no prefix cache to go stale beyond these.
 """
 
-# ruff: noqa: ANN401 - a Hugging Face model, typed where transformers is imported
-
 from __future__ import annotations
 
 import asyncio

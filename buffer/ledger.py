@@ -195,7 +195,7 @@ class Ledger:
         self._settle()
         return self._database.execute(query, values)
 
-    def meta(self, key: str) -> Any:  # noqa: ANN401 - whatever was set: text or number
+    def meta(self, key: str) -> Any:
         """One value of the meta table, None where it was never set."""
         found = self._database.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone() if self._has_tables() else None
         return None if found is None else found[0]

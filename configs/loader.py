@@ -12,7 +12,7 @@ import io
 import platform
 import subprocess
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast, get_args
@@ -24,6 +24,7 @@ from ruamel.yaml.constructor import DuplicateKeyError
 from ruamel.yaml.error import YAMLError
 
 from ..errors import ConfigError, RunFolderError
+from .resume import resumed_config
 from .run_folder import Run
 from .schema import Config, Learner
 
@@ -47,11 +48,13 @@ def load_config(source: str | Path, overrides: Iterable[str] = ()) -> Config:
 
 
 def load_run(folder: str | Path) -> Run:
-    """Opens an existing run folder. Raises :class:`RunFolderError` where it is none."""
+    """Opens an existing run folder. Raises :class:`RunFolderError` where it is none; the message names the runs beside it."""
     folder = Path(folder).resolve()
     path = folder / "config.yaml"
     if not path.is_file():
-        raise RunFolderError(f"{folder} is not a run folder: it has no config.yaml; give the folder of a run, such as runs/quickstart")
+        beside = sorted(entry.parent.name for entry in folder.parent.glob("*/config.yaml"))[:8]
+        there = f"; {folder.parent} holds {', '.join(beside)}" if beside else ""
+        raise RunFolderError(f"{folder} is not a run folder: it has no config.yaml{there}")
     values = _parse(_text(path), str(path))
     provenance = values.pop("provenance", None)
     if not isinstance(provenance, dict) or not isinstance(run_id := cast("dict[str, Any]", provenance).get("run_id"), str):
@@ -60,19 +63,15 @@ def load_run(folder: str | Path) -> Run:
 
 
 def create_run(config: Config, *, resume: bool) -> Run:
-    """Makes the run folder of ``config``, or reopens it with ``resume``.
+    """Makes the run folder of ``config``, or reopens it with ``resume`` (``config`` is then what :func:`load_resumed` gave).
 
-    On resume the configuration may differ from the recorded one only where :func:`_changed_keys` finds nothing that would make the recorded
-    stream mean something else. Raises :class:`RunFolderError`.
+    Raises :class:`RunFolderError` where the folder already holds a run, or holds none to resume.
     """
     folder = (Path(config.folder) / config.name).resolve()
     if resume:
-        run = load_run(folder)
-        if changed := _changed_keys(run.config, config):
-            raise RunFolderError(f"{folder} was started with another {', '.join(changed)}; resume with the recorded values or start under another name")
-        resumed = Run(folder=folder, config=config, run_id=run.run_id)
-        _write_config(resumed)
-        return resumed
+        run = Run(folder=folder, config=config, run_id=load_run(folder).run_id)
+        _write_config(run)
+        return run
     if folder.exists() and any(entry.name != ".lock" for entry in folder.iterdir()):
         raise RunFolderError(f"{folder} already holds a run; go on with --resume, choose another name (name=NEW), or remove the folder")
     run = Run(folder=folder, config=config, run_id=uuid.uuid4().hex)
@@ -80,6 +79,15 @@ def create_run(config: Config, *, resume: bool) -> Run:
         path.mkdir(parents=True, exist_ok=True)
     _write_config(run)
     return run
+
+
+def load_resumed(source: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """The configuration to go on with: :func:`load_config`, with what the run's record fixes.
+
+    Raises :class:`RunFolderError` where there is no such run, or where an override contradicts the record.
+    """
+    config = load_config(source, overrides)
+    return resumed_config(config, load_run(Path(config.folder) / config.name).config, overrides)
 
 
 def dump_config(config: Config) -> str:
@@ -186,16 +194,6 @@ def _describe(item: ErrorDetails) -> str:
         return f"{key}: is required"
     message = item["msg"][0].lower() + item["msg"][1:]
     return f"{key}: {message.removeprefix('value error, ')} (got {item['input']!r})"
-
-
-def _changed_keys(before: Config, after: Config) -> list[str]:
-    """Sections whose change would give recorded trajectories another meaning; the length of the run, actors and launcher may change freely."""
-    fixed = ("seed", "model", "env", "warmup", "imports")
-    changed = [key for key in fixed if getattr(before, key) != getattr(after, key)]
-    learner = ("batch_groups", "group_size", "preset", "loss", "advantage", "optimizer")
-    changed += [f"learner.{key}" for key in learner if getattr(before.learner, key) != getattr(after.learner, key)]
-    buffer = ("depth", "max_lag", "degenerate", "max_refill")
-    return changed + [f"buffer.{key}" for key in buffer if getattr(before.buffer, key) != getattr(after.buffer, key)]
 
 
 def _write_config(run: Run) -> None:

@@ -23,8 +23,6 @@ Every method may be sync or async. The core is async (``areset``, ``astep``); ``
 A sync method runs on the event loop of the caller: one that waits for long should be async.
 """
 
-# ruff: noqa: ANN401 - tasks and what a user's method returns may be anything; what comes back is checked here
-
 from __future__ import annotations
 
 import asyncio

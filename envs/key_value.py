@@ -40,7 +40,7 @@ class KeyValue(ChatEnv):
             raise ConfigError(f"env.kwargs of rollstream/KeyValue-v0: keys is {keys!r}; give at least 2 different letters")
         self.keys = keys
 
-    def start(self, task: Any) -> str:  # noqa: ANN401 - tasks are drawn from the seed, not numbered
+    def start(self, task: Any) -> str:
         """Draws the store and the key asked for."""
         self._store = {key: str(self.np_random.integers(10)) for key in self.keys}
         self._key = self.keys[self.np_random.integers(len(self.keys))]

@@ -5,8 +5,6 @@ An environment becomes known by :func:`register`, called when a module is import
 ``rollstream.envs``. The same holds in every process, spawned ones too: nothing is inherited, everything is imported again.
 """
 
-# ruff: noqa: ANN401 - the arguments of an environment are the user's
-
 from __future__ import annotations
 
 import difflib

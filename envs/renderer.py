@@ -29,15 +29,15 @@ class Tokenizer(Protocol):
     chat_template: Any
     eos_token_id: Any
 
-    def apply_chat_template(self, conversation: Any, /, **kwargs: Any) -> Any:  # noqa: ANN401 - Hugging Face's own signature
+    def apply_chat_template(self, conversation: Any, /, **kwargs: Any) -> Any:
         """Renders messages."""
         ...
 
-    def encode(self, text: Any, /, **kwargs: Any) -> Any:  # noqa: ANN401 - Hugging Face's own signature
+    def encode(self, text: Any, /, **kwargs: Any) -> Any:
         """Text to ids."""
         ...
 
-    def decode(self, token_ids: Any, /, **kwargs: Any) -> Any:  # noqa: ANN401 - Hugging Face's own signature
+    def decode(self, token_ids: Any, /, **kwargs: Any) -> Any:
         """Ids to text."""
         ...
 

@@ -3,8 +3,6 @@
 ``gymnasium.spaces.Text`` excludes newlines, accents and the empty string by default, and fixes a length; these two do not.
 """
 
-# ruff: noqa: ANN401 - the signatures are Gymnasium's
-
 from __future__ import annotations
 
 from collections.abc import Iterable

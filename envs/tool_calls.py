@@ -91,7 +91,7 @@ def _pythonic_call(text: str, index: int) -> ToolCall:
     return _call(index, tree.func.id, arguments)
 
 
-def _literal(node: ast.expr) -> Any:  # noqa: ANN401 - any literal
+def _literal(node: ast.expr) -> Any:
     """A value JSON can write. ``true``, ``false`` and ``null`` are understood beside Python's names."""
     if isinstance(node, ast.Name) and node.id in _NAMED_CONSTANTS:
         return _NAMED_CONSTANTS[node.id]

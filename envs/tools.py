@@ -4,8 +4,6 @@ Understood hints: ``str``, ``int``, ``float``, ``bool``, ``list[T]``, ``dict[str
 ``Annotated`` around any of them. Argument descriptions come from the ``Args:`` section of a Google-style docstring.
 """
 
-# ruff: noqa: ANN401 - hints are any type, and what a model passes is any value
-
 from __future__ import annotations
 
 import enum

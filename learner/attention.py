@@ -5,8 +5,6 @@ values are laid out, for the attention alone, as rectangles of segments of simil
 of a segment can see what comes after it.
 """
 
-# ruff: noqa: ANN401 - signatures that torch and transformers call
-
 from __future__ import annotations
 
 from dataclasses import dataclass

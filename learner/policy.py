@@ -77,7 +77,7 @@ def _inputs(batch: MicroBatch) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def _probe(model: Any, device: torch.device) -> bool:  # noqa: ANN401 - a model's own parts are not typed
+def _probe(model: Any, device: torch.device) -> bool:
     """Whether logits are hidden states times output matrix.
 
     Raises :class:`ConfigError` where a segment changes with what is packed before it.
@@ -86,7 +86,7 @@ def _probe(model: Any, device: torch.device) -> bool:  # noqa: ANN401 - a model'
     first, second = 7, 5
     ids = (torch.arange(first + second, device=device) * 7919 % vocabulary)[None]
 
-    def run(part: Any, lengths: list[int]) -> Any:  # noqa: ANN401 - whatever this model gives
+    def run(part: Any, lengths: list[int]) -> Any:
         positions = torch.cat([torch.arange(length, device=device) for length in lengths])[None]
         layout = layout_of(np.array(lengths, np.int64), device)
         return part(input_ids=ids[:, -positions.shape[1] :], position_ids=positions, packed_layout=layout, use_cache=False)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rollstream.configs.loader import create_run, dump_config, load_config, load_run
+from rollstream.configs.loader import create_run, dump_config, load_config, load_resumed, load_run
 from rollstream.errors import ConfigError, RunFolderError
 
 MINIMAL = "name: a\nenv: {id: rollstream/KeyValue-v0}\nlearner: {versions: 2, batch_groups: 1, group_size: 2}\n"
@@ -83,17 +83,45 @@ def test_a_resolved_configuration_reads_back_as_itself(tmp_path: Path) -> None:
     assert load_config(write(tmp_path, dump_config(config))) == config
 
 
-def test_a_run_folder_is_created_once_and_reopened_only_as_the_same_run(tmp_path: Path) -> None:
+def test_a_run_folder_is_created_once_and_found_again(tmp_path: Path) -> None:
     config = load_config(write(tmp_path, MINIMAL), [f"folder={tmp_path / 'runs'}"])
     run = create_run(config, resume=False)
     assert load_run(run.folder) == run
+    assert load_config(run.config_path) == config, "a run's own config.yaml is a configuration"
     with pytest.raises(RunFolderError, match="--resume"):
         create_run(config, resume=False)
     assert create_run(config, resume=True).run_id == run.run_id
-    longer = load_config(tmp_path / "config.yaml", [f"folder={tmp_path / 'runs'}", "learner.versions=9"])
-    assert create_run(longer, resume=True).config.learner.versions == 9
-    other = load_config(tmp_path / "config.yaml", [f"folder={tmp_path / 'runs'}", "seed=7"])
-    with pytest.raises(RunFolderError, match="seed"):
-        create_run(other, resume=True)
-    with pytest.raises(RunFolderError, match=r"no config\.yaml"):
-        load_run(tmp_path / "elsewhere")
+    with pytest.raises(RunFolderError, match=r"no config\.yaml; .* holds a"):
+        load_run(run.folder.parent / "elsewhere")
+
+
+def test_a_resume_needs_no_repeated_overrides_and_takes_what_may_change(tmp_path: Path) -> None:
+    path, folder = write(tmp_path, MINIMAL), f"folder={tmp_path / 'runs'}"
+    first = load_config(path, [folder, "learner.optimizer.learning_rate=2e-6", "seed=3", "learner.versions=5"])
+    create_run(first, resume=False)
+    again = load_resumed(path, [folder, "learner.versions=9", "actors.num=2"])
+    assert (again.seed, again.learner.optimizer.learning_rate) == (3, 2e-6), "recorded"
+    assert (again.learner.versions, again.actors.num) == (9, 2), "given now"
+
+
+@pytest.mark.parametrize("override", ["seed=4", "learner.loss={kind: pg}", "learner.optimizer.learning_rate=1e-3", "buffer.max_lag=1"])
+def test_a_resume_refuses_an_override_that_contradicts_the_record(tmp_path: Path, override: str) -> None:
+    path, folder = write(tmp_path, MINIMAL), f"folder={tmp_path / 'runs'}"
+    create_run(load_config(path, [folder, "seed=3"]), resume=False)
+    with pytest.raises(RunFolderError) as caught:
+        load_resumed(path, [folder, override])
+    assert override.partition("=")[0] in str(caught.value)
+    assert "as recorded" in str(caught.value)
+
+
+def test_a_file_that_is_no_text_a_folder_and_an_empty_file_are_named(tmp_path: Path) -> None:
+    binary = tmp_path / "binary.yaml"
+    binary.write_bytes(b"\xff\xfe name: a")
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        load_config(binary)
+    with pytest.raises(ConfigError, match="is a folder"):
+        load_config(tmp_path)
+    with pytest.raises(ConfigError, match="is empty"):
+        load_config(write(tmp_path, ""))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config("x" * 5000)
