@@ -77,6 +77,11 @@ def check_model_folder(path: str | Path) -> Path:
     present = {entry.name for entry in folder.iterdir()}
     if "config.json" not in present:
         raise ConfigError(f"model.path: {folder} has no config.json, so it is not a Hugging Face model folder")
+    config = _read_json(folder / "config.json")
+    text_config = config.get("text_config", config)
+    positions = text_config.get("max_position_embeddings", 1) if isinstance(text_config, dict) else None
+    if not isinstance(positions, int) or positions < 1:
+        raise ConfigError(f"model.path: {folder / 'config.json'} is damaged: max_position_embeddings must be a number of at least 1; copy the model again")
     if not any(name.endswith(".safetensors") for name in present):
         raise ConfigError(f"model.path: {folder} has no .safetensors weights; convert them with save_pretrained(..., safe_serialization=True)")
     if not present & {"tokenizer.json", "tokenizer.model", "vocab.json"}:
@@ -166,4 +171,10 @@ def _build_tiny(config: TinyModel, seed: int, folder: Path) -> None:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    try:
+        values: Any = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path: {path} is not readable JSON ({error}); copy the model again") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"model.path: {path} holds {type(values).__name__}, not an object; copy the model again")
+    return values

@@ -154,7 +154,10 @@ def locked(folder: Path) -> Generator[None]:
     The lock goes with the process, however it ends. A folder that stayed empty is removed again.
     """
     above = not folder.parent.exists()
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunFolderError(f"{str(folder)[:120]} cannot be made: {(error.strerror or str(error)).lower()}; choose another folder (folder=PATH)") from None
     path = folder / ".lock"
     with path.open("a+") as file:
         try:

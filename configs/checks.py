@@ -6,6 +6,7 @@ The schema bounds every key alone; here is what needs two keys, the files of a m
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import struct
@@ -20,6 +21,8 @@ from .schema import Config, FolderModel, TinyModel
 _TINY_HEAD_DIM = 32
 _TINY_VOCABULARY = 264
 _SOCKET_PATH_BYTES = 107
+_SAFETENSORS_HEADER_BYTES = 100_000_000
+"""The format's own bound on its header."""
 _GROUP_BASELINES = ("mean", "grpo", "rloo", "opo", "batch_std")
 
 
@@ -143,10 +146,9 @@ def _max_positions(config: Config) -> int | None:
         return config.model.max_positions
     try:
         values = json.loads((Path(config.model.path).expanduser() / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    values = values.get("text_config", values)
-    return int(values["max_position_embeddings"]) if "max_position_embeddings" in values else None
+        return int(values.get("text_config", values)["max_position_embeddings"])
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None  # the check of the model's folder says what is wrong with it
 
 
 def _tiny_elements(model: TinyModel) -> int:
@@ -160,15 +162,9 @@ def _safetensors_elements(path: Path) -> int:
     try:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
+            if length > _SAFETENSORS_HEADER_BYTES:
+                raise ValueError("the header is longer than the format allows")
             header = cast("dict[str, dict[str, Any]]", json.loads(file.read(length)))
-    except (OSError, ValueError, struct.error):
+        return sum(math.prod(int(size) for size in tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, struct.error):
         raise ConfigError(f"model.path: {path} is not a readable safetensors file; copy the model again") from None
-    total = 0
-    for name, tensor in header.items():
-        if name == "__metadata__":
-            continue
-        elements = 1
-        for size in tensor["shape"]:
-            elements *= int(size)
-        total += elements
-    return total

@@ -252,7 +252,7 @@ class Config(Section):
     """One run. ``imports`` are modules or files that register environments; they are imported in every role."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
-    folder: str = "runs"
+    folder: str = Field(default="runs", min_length=1, max_length=4000, pattern=r"^[^\x00]+$")
     seed: int = Field(default=0, ge=0, lt=2**31)
     imports: tuple[str, ...] = ()
     model: Model = TinyModel()
