@@ -175,10 +175,13 @@ class _Actor:
             await self.loaded.wait_for(lambda: (held := self.sampler.held) is not None and held >= (lineage, version))
 
     async def watch_weights(self) -> None:
-        """Consumes published versions; waits for the learner; is released by the next version; produces weights in the sampler, proven."""
+        """Consumes published versions; waits for the learner; is released by the next version; produces weights in the sampler, proven.
+
+        A learner that was started again publishes once more what it redoes. Versions older than the held one are passed over: no trajectory goes back.
+        """
         while True:
             manifest = self.reader.poll()
-            if manifest is None:
+            if manifest is None or ((held := self.sampler.held) is not None and (manifest.lineage, manifest.version) < held):
                 await asyncio.sleep(WEIGHTS_POLL_S)
                 continue
             started = time.perf_counter()

@@ -58,6 +58,8 @@ class Record:
             oldest, newest = int(completion.versions[0]), int(completion.versions[-1])
             if self._sampled_any and oldest < self._version:
                 raise InfraError(f"the weights went back from version {self._version} to {oldest} during the episode")
+            if (completion.versions[1:] < completion.versions[:-1]).any():
+                raise InfraError(f"the weights went back from version {int(completion.versions.max())} to {newest} during a completion")
             self._sampled_any = True
             self._version = newest
         self._begin_turn("assistant")

@@ -61,7 +61,7 @@ def test_after_a_hundred_kills_nothing_is_lost_and_nothing_is_trained_twice(worl
         before = world.last_batch()
         world.wait_until(lambda before=before: world.check_alive() or world.last_batch() >= before + 2, "progress between two rounds")
         for _ in range(KILLS_PER_ROUND):
-            time.sleep(min(1.5, draw.expovariate(1 / 0.35)))
+            time.sleep(min(1.5, draw.expovariate(1 / 0.25)))
             world.check_alive()
             (victim,) = draw.choices(list(VICTIMS), list(VICTIMS.values()))
             victims = draw.sample(world.names, len(world.names)) if victim == "all" else [victim]
@@ -99,6 +99,7 @@ def check_the_whole_run(world: Any) -> None:
     assert counters["refused"] == 0
     report = world.audit()
     assert report.num_age_drops == 0
+    assert counters["invalid_infra"] + counters["invalid_env"] == 0
     served: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for entry in world.journal("pulled"):
         served[entry["version"]].append(entry)

@@ -29,12 +29,12 @@ Member = tuple[int, int, int, int]
 class World:
     """The processes of one run, by name. ``settings`` are merged into a small configuration, section by section."""
 
-    def __init__(self, folder: Path, seed: int, *, step_s: float = 0.02, num_actors: int = 2, **settings: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, seed: int, *, step_s: float = 0.06, num_actors: int = 2, **settings: dict[str, Any]) -> None:
         sections: dict[str, dict[str, Any]] = {
             "env": {"id": "test-faults/Waiting-v0"},
             "buffer": {"depth": 2, "max_lag": 4},
-            "actors": {"slots": 9, "sampler": {"kind": "scripted"}, "sampling": {"max_turn_tokens": 32, "max_trajectory_tokens": 200}},
-            "learner": {"versions": 1_000_000, "batch_groups": 3, "group_size": 3},
+            "actors": {"slots": 6, "sampler": {"kind": "scripted", "token_delay_s": 0.002}, "sampling": {"max_turn_tokens": 32, "max_trajectory_tokens": 200}},
+            "learner": {"versions": 1_000_000, "batch_groups": 2, "group_size": 2},
         }
         for name, values in settings.items():
             sections[name] |= values

@@ -171,6 +171,29 @@ def test_an_actor_fills_batch_after_batch_with_the_versions_it_was_given(tmp_pat
         assert actor.error is None
 
 
+def test_an_actor_passes_over_the_older_versions_that_a_resumed_learner_publishes_again(tmp_path: Path) -> None:
+    def held(status: StatusReply) -> list[float]:
+        return [peer.gauges.get("version", -1.0) for peer in status.peers if peer.role == "actor"]
+
+    with world(tmp_path, env_kwargs={"wait_s": 0.02}, actors={"sampler": {"kind": "scripted", "token_delay_s": 0.005}}) as made:
+        made.publish(0)
+        actor = made.actor()
+        made.pull(1)
+        made.learner.trained(1)
+        made.publish(1)
+        made.until(lambda status: held(status) == [1.0])
+        for _ in range(3):
+            made.publish(0)
+            made.pull(2)
+            time.sleep(0.2)
+        made.learner.trained(2)
+        made.publish(2)
+        status = made.until(lambda status: held(status) == [2.0])
+        assert made.pull(3).trajectories
+        assert (status.counters["invalid_infra"], status.counters["refused"]) == (0, 0)
+        assert actor.error is None
+
+
 def test_two_actors_share_the_leases_and_play_every_member_once(tmp_path: Path) -> None:
     with world(tmp_path, env_kwargs={"wait_s": 0.01}) as made:
         made.publish(0)
