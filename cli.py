@@ -121,19 +121,27 @@ def check(config: ConfigArgument, overrides: OverridesArgument = None, debug: De
 
 
 @app.command("show-config")
-def show_config(config: ConfigArgument, overrides: OverridesArgument = None, debug: DebugOption = False) -> int:
+def show_config(
+    config: ConfigArgument,
+    overrides: OverridesArgument = None,
+    explain: Annotated[bool, typer.Option("--explain", help="Add the meaning of each key as a comment.")] = False,
+    debug: DebugOption = False,
+) -> int:
     """Print the complete, resolved configuration.
 
     Defaults, then the preset, then CONFIG, then the overrides.
 
     \b
-    Example:
+    Examples:
       rollstream show-config quickstart learner.preset=grpo
+      rollstream show-config quickstart --explain
     """
+    from .configs.explain import explained
     from .configs.loader import dump_config, load_config
 
     del debug
-    typer.echo(dump_config(load_config(config, overrides or ())), nl=False)
+    loaded = load_config(config, overrides or ())
+    typer.echo(explained(loaded) if explain else dump_config(loaded), nl=False)
     return 0
 
 
