@@ -1,4 +1,4 @@
-"""Rollstream: asynchronous actor-learner reinforcement learning of language and vision-language models.
+"""Rollstream: asynchronous actor-learner reinforcement learning of language models.
 
 Everything public is imported from here. Attributes load on first use (PEP 562), so ``import rollstream`` loads neither torch nor ray.
 """

@@ -11,8 +11,8 @@ HEAD = """# Configuration
 
 <!-- Made by docs/generate.py from configs/schema.py; change the meanings there. -->
 
-Every key of a configuration file. Values come, lowest first, from the defaults below, the preset named by `learner.preset` (`configs/presets`), the YAML file, and
-overrides `a.b=value` on the command line. A key that is not listed is refused. Beyond these bounds `rollstream check` tests what the keys mean together.
+Every key of a configuration file. Values come, lowest first, from the defaults below, the preset named by `learner.preset`, the YAML file, and overrides
+`a.b=value` on the command line. A key that is not listed is refused. Beyond these bounds `rollstream check` tests what the keys mean together.
 `rollstream show-config CONFIG` prints the resolved values, with `--explain` also the meanings. A key without a default is required.
 """
 
