@@ -136,3 +136,10 @@ def test_commands_of_a_page_exist(page: str, capsys: pytest.CaptureFixture[str])
         options = [argument for argument in arguments if argument.startswith("--")]
         helped = capsys.readouterr().out
         assert [option for option in options if option not in helped] == []
+
+
+def test_sections_of_the_algorithms_page_that_the_code_names_exist() -> None:
+    code = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "learner").rglob("*.py"))
+    named = set(re.findall(r"algorithms,? section (\d+)", code))
+    assert named
+    assert named <= set(re.findall(r"^## (\d+)\.", (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8"), re.MULTILINE))
