@@ -116,6 +116,8 @@ def _learning(config: Config) -> Iterator[str]:
             f"learner.group_size {size} with learner.advantage.mode {mode}: a trajectory is compared with the others of its group, and there are none, so "
             "every advantage would be 0; use group_size >= 2 or advantage.mode none"
         )
+    if (shares := config.learner.updates.mini_batches) > (groups := config.learner.batch_groups):
+        yield f"learner.updates.mini_batches {shares} is larger than learner.batch_groups {groups}: a mini-batch holds whole groups; lower it to {groups}"
     for index, rule in enumerate(config.learner.loss.correction):
         if rule.low is not None and rule.high is not None and rule.low > rule.high:
             yield f"learner.loss.correction.{index}: low {rule.low} is above high {rule.high}; swap them"

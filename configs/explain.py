@@ -110,7 +110,7 @@ def _yaml_inline(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _sections(annotation: Any) -> list[type[Section]]:  # noqa: ANN401 - annotations are any object
+def _sections(annotation: Any) -> list[type[Section]]:
     """The section classes an annotation names: one, the members of a tagged union, or those in a list."""
     if isinstance(annotation, type) and not typing.get_origin(annotation):
         return [annotation] if issubclass(annotation, Section) else []
@@ -118,7 +118,7 @@ def _sections(annotation: Any) -> list[type[Section]]:  # noqa: ANN401 - annotat
     return list(dict.fromkeys(found))
 
 
-def _type(annotation: Any) -> str:  # noqa: ANN401 - annotations are any object
+def _type(annotation: Any) -> str:
     origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
         return _type(inner[0])

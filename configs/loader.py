@@ -26,7 +26,7 @@ from ruamel.yaml.error import YAMLError
 from ..errors import ConfigError, RunFolderError
 from .resume import resumed_config
 from .run_folder import Run
-from .schema import Config, Learner
+from .schema import Config, Learner, Sampling
 
 _PACKAGE = importlib.resources.files(__name__.rpartition(".")[0])
 _UNIONS = {"model", "sampler"}
@@ -44,7 +44,7 @@ def load_config(source: str | Path, overrides: Iterable[str] = ()) -> Config:
     values.pop("provenance", None)  # a run's own config.yaml is a configuration too
     for override in overrides:
         _apply_override(values, override)
-    return _validate(_with_preset(values, name), name)
+    return _validate(_with_lengths(_with_preset(values, name)), name)
 
 
 def load_run(folder: str | Path) -> Run:
@@ -167,6 +167,31 @@ def _with_preset(values: dict[str, Any], name: str) -> dict[str, Any]:
         raise ConfigError(f"{name}: learner.preset: {preset!r} is not one of {', '.join(known)}")
     fragment = _parse((_PACKAGE / "presets" / f"{preset}.yaml").read_text(encoding="utf-8"), f"presets/{preset}.yaml")
     return _merge(fragment, values)
+
+
+def _with_lengths(values: dict[str, Any]) -> dict[str, Any]:
+    """Fills in the lengths that follow from the longest trajectory where nobody gave them: the overlong penalty's, and that of ``seq_mean_fixed``.
+
+    Only mappings are looked at: what else stands there is for the validation to refuse.
+    """
+    longest = _at(values, "actors", "sampling").get("max_trajectory_tokens", Sampling.model_fields["max_trajectory_tokens"].default)
+    filled: dict[str, Any] = {}
+    if isinstance(overlong := _at(values, "learner", "advantage").get("overlong"), dict):
+        lengths = cast("dict[str, Any]", overlong)
+        max_len = lengths.get("max_len", longest)
+        lengths = {"max_len": max_len, **({"buffer": max(max_len // 5, 1)} if isinstance(max_len, int) else {}), **lengths}
+        filled["advantage"] = {"overlong": lengths}
+    if _at(values, "learner", "loss").get("agg") == "seq_mean_fixed":
+        filled["loss"] = {"agg_length": _at(values, "learner", "loss").get("agg_length", longest)}
+    return _merge(values, {"learner": filled}) if filled else values
+
+
+def _at(values: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:
+    """The section under ``keys``; empty where there is none."""
+    for key in keys:
+        below = values.get(key)
+        values = cast("Mapping[str, Any]", below) if isinstance(below, dict) else {}
+    return values
 
 
 def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

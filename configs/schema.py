@@ -180,7 +180,10 @@ class Correction(Section):
 
 
 class Overlong(Section):
-    """Soft overlong penalty (DAPO): 0 up to ``max_len - buffer``, linear to ``-factor`` at ``max_len``."""
+    """Soft overlong penalty (DAPO): 0 up to ``max_len - buffer``, linear to ``-factor`` at ``max_len``.
+
+    A file may leave both lengths out: they resolve to ``actors.sampling.max_trajectory_tokens`` and a fifth of ``max_len``.
+    """
 
     max_len: int = Field(ge=1)
     """Sampled tokens at which the penalty is full."""
@@ -208,7 +211,10 @@ class Advantage(Section):
 
 
 class Loss(Section):
-    """The loss and everything that enters it; names as in the algorithms page of the docs. Keys left out come from the preset, then from here."""
+    """The loss and everything that enters it; names as in the algorithms page of the docs. Keys left out come from the preset, then from here.
+
+    ``agg_length``, where ``agg: seq_mean_fixed`` needs it and a file leaves it out, resolves to ``actors.sampling.max_trajectory_tokens``.
+    """
 
     kind: str = "ppo"
     """Name of the per-token loss; see the algorithms page, or one you registered."""
@@ -281,6 +287,15 @@ class Optimizer(Section):
     """Global gradient norm above which gradients are scaled down."""
 
 
+class Updates(Section):
+    """How many optimiser updates one batch gives: ``mini_batches`` shares of whole groups, gone through ``epochs`` times. Together they make one version."""
+
+    mini_batches: int = Field(default=1, ge=1)
+    """Shares of whole groups that a batch is cut into, one optimiser update each."""
+    epochs: int = Field(default=1, ge=1)
+    """How often a batch is gone through."""
+
+
 class Checkpoint(Section):
     """When checkpoints are written and how many stay. Version 0 and the last version are always written; the newest ``keep_last`` stay."""
 
@@ -314,11 +329,12 @@ class Learner(Section):
     """Groups per batch."""
     group_size: int = Field(ge=1)
     """Trajectories per group, all from one task and seed."""
-    preset: Literal["async", "grpo"] = "async"
+    preset: Literal["async", "grpo", "gspo", "cispo", "dr_grpo", "dapo"] = "async"
     """Values laid under those of the file; see the algorithms page."""
     loss: Loss = Loss()
     advantage: Advantage = Advantage()
     optimizer: Optimizer = Optimizer()
+    updates: Updates = Updates()
     checkpoint: Checkpoint = Checkpoint()
     alarms: Alarms = Alarms()
     tokens_per_micro_batch: int = Field(default=16384, ge=1)

@@ -41,7 +41,7 @@ class MicroBatch:
 
     What the model sees: ``input_ids`` and ``position_ids`` ``[1, Q] int64`` (positions start again in each segment), ``cu_seqlens`` ``[R + 1] int32``,
     ``max_length``, ``layout`` (see :mod:`rollstream.learner.attention`). What is scored: hidden state ``source[n]`` scores ``targets[n]``, both
-    ``[N] int64``. What the loss sees: ``tokens``, ``[N]`` each, active tokens only.
+    ``[N] int64``; ``scored [N] int64`` is where those targets lie in the flat batch. What the loss sees: ``tokens``, ``[N]`` each, active tokens only.
     """
 
     input_ids: torch.Tensor
@@ -51,6 +51,7 @@ class MicroBatch:
     layout: Layout
     source: torch.Tensor
     targets: torch.Tensor
+    scored: torch.Tensor
     tokens: Tokens
 
     @property
@@ -198,5 +199,6 @@ def _micro_batch(flat: Flat, plan: Plan, rows: Int64, lengths: Int64, device: to
         layout=layout_of(lengths, device),
         source=put(source),
         targets=put(flat.token_ids[scored].astype(np.int64)),
+        scored=put(scored),
         tokens=tokens,
     )

@@ -24,8 +24,9 @@ from .metrics import Counters, row_of
 from .optimizer import adamw
 from .policy import Policy
 from .publisher import Publisher
-from .step import Stepper, check_alarms
+from .step import Stepper
 from .tracker import Tracker
+from .updates import train_batch
 from .warmup import warm_up
 
 if TYPE_CHECKING:
@@ -101,16 +102,13 @@ def learn_from(run: Run, source: BatchSource, stop: threading.Event) -> None:
                 break
             waited_s = time.perf_counter() - began
             work = stepper.prepare(batch)
-            gradients = stepper.differentiate(work)
-            check_alarms(gradients.metrics, config.alarms, batch.version)
-            publisher.fence()
-            update = stepper.update(batch.version, gradients)
-            _advance(held, batch, update.stepped, config.alarms.max_skipped)
+            done = train_batch(stepper, work, batch.version, config.alarms, publisher.fence)
+            _advance(held, batch, done.update.stepped, config.alarms.max_skipped)
             source.trained(held.version)
             _tell(source, publisher)
             publisher.publish(held.lineage, held.version)
             step_s = time.perf_counter() - began
-            row = row_of(batch, work, gradients, update, skipped=held.skipped, waited_s=waited_s, step_s=step_s, publish_s=publisher.copy_s)
+            row = row_of(batch, work, done, skipped=held.skipped, waited_s=waited_s, step_s=step_s, publish_s=publisher.copy_s)
             tracker.row(held.version, row | counters.read())
             if held.version % config.checkpoint.every == 0 or held.version == config.versions:
                 held.saved = _save(run, held, source.sync)
@@ -149,7 +147,7 @@ def start(run: Run, stop: threading.Event) -> Held:
 def step_settings(run: Run) -> dict[str, Any]:
     """The parts of the configuration that a step depends on: redoing a recorded batch under others would make another version under the same number."""
     learner = run.config.learner
-    settings = learner.model_dump(mode="json", include={"batch_groups", "group_size", "preset", "loss", "advantage", "optimizer"})
+    settings = learner.model_dump(mode="json", include={"batch_groups", "group_size", "preset", "loss", "advantage", "optimizer", "updates"})
     settings |= {"model": run.config.model.model_dump(mode="json"), "degenerate": run.config.buffer.degenerate, "max_lag": run.config.buffer.max_lag}
     return settings if learner.optimizer.schedule == "constant" else settings | {"versions": learner.versions}
 

@@ -9,16 +9,16 @@ import numpy as np
 
 from ..buffer.types import Batch
 from ..buffer.wire import StatusReply
-from .step import Gradients, Update, Work
+from .step import Work
+from .updates import Trained
 
 _ASK_S = 1.0
 """At most this often the buffer is asked about the other roles."""
 
 
-def row_of(
-    batch: Batch, work: Work, gradients: Gradients, update: Update, *, skipped: int, waited_s: float, step_s: float, publish_s: float
-) -> dict[str, float]:
-    """The learner's own numbers for the step that made ``batch.version``. ``skipped`` counts skipped steps so far."""
+def row_of(batch: Batch, work: Work, done: Trained, *, skipped: int, waited_s: float, step_s: float, publish_s: float) -> dict[str, float]:
+    """The learner's own numbers for the updates that made ``batch.version``. ``skipped`` counts skipped versions so far."""
+    gradients, update = done.gradients, done.update
     computed_s = gradients.seconds + update.seconds
     return {
         **_of_data(batch, work),
@@ -26,8 +26,10 @@ def row_of(
         "optim/grad_norm": update.grad_norm,
         "optim/learning_rate": update.learning_rate,
         "optim/skipped_steps": skipped,
+        "optim/updates": done.num_updates,
         "time/step_s": step_s,
         "time/wait_batch_s": waited_s,
+        "time/proximal_s": done.proximal_s,
         "time/forward_backward_s": gradients.seconds,
         "time/optimizer_s": update.seconds,
         "time/publish_s": publish_s,

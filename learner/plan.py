@@ -7,7 +7,7 @@ Filters run after the baseline, so a member that leaves the loss does not shift 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -135,6 +135,17 @@ def plan(rows: Rows, loss: Loss, advantage: Advantage, degenerate: Literal["keep
         staleness=staleness,
         skip=not row_counts.any(),
     )
+
+
+def restrict(decided: Plan, rows: Rows, members: Bool, loss: Loss) -> Plan:
+    """The part of a plan that one of several optimiser steps takes: the rows in ``members`` ``[B]``, weighed by counts over themselves alone.
+
+    Advantages, filters and staleness stay what they are: they were decided over the whole batch.
+    """
+    counts = np.where(members, decided.row_counts, 0)
+    weights = row_weights(counts, rows.row_trajectory, rows.groups[rows.row_trajectory], loss.agg, length=loss.agg_length, const=loss.agg_const)
+    token_members = np.repeat(members, np.diff(rows.offsets))
+    return replace(decided, mask=decided.mask & token_members, row_counts=counts, row_weight=weights, skip=not counts.any())
 
 
 def _active_tokens(mask: Bool, units: npt.NDArray[np.integer], num: int) -> Int64:

@@ -33,12 +33,16 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
-    """What the backward passes left behind. ``metrics`` are the objective's, with ``total`` (the loss); ``num_tokens`` is what the model computed."""
+    """What the backward passes left behind.
+
+    ``metrics`` are the objective's, with ``total`` (the loss), ``stats`` the sums they come from; ``num_tokens`` is what the model computed.
+    """
 
     metrics: dict[str, float]
     num_tokens: int
     seconds: float
     skip: bool
+    stats: Stats
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +59,8 @@ class Stepper:
     """Turns batches into steps of ``optimizer`` on ``policy``; ``reference`` is the frozen policy of the KL term, where the loss has one."""
 
     def __init__(self, policy: Policy, optimizer: torch.optim.Optimizer, config: Config, reference: Policy | None = None) -> None:
-        self._policy, self._optimizer, self._config, self._reference = policy, optimizer, config, reference
+        self.policy, self.config, self.reference = policy, config, reference
+        self._optimizer = optimizer
         self._objective = Objective(config.learner.loss)
         self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
@@ -64,23 +69,27 @@ class Stepper:
 
         Raises :class:`DataRefused` for what must not train.
         """
-        learner = self._config.learner
-        flat = flatten(batch, self._config.buffer.max_lag)
-        decided = plan(flat.rows, learner.loss, learner.advantage, self._config.buffer.degenerate)
+        learner = self.config.learner
+        flat = flatten(batch, self.config.buffer.max_lag)
+        decided = plan(flat.rows, learner.loss, learner.advantage, self.config.buffer.degenerate)
         if decided.staleness is not None and decided.staleness.dropped_tokens:
-            logger.warning("version=%d dropped_stale_tokens=%d bound=%d", batch.version, decided.staleness.dropped_tokens, self._config.buffer.max_lag)
-        return Work(flat, decided, pack(flat, decided, learner.tokens_per_micro_batch, self._policy.device))
+            logger.warning("version=%d dropped_stale_tokens=%d bound=%d", batch.version, decided.staleness.dropped_tokens, self.config.buffer.max_lag)
+        return self.pack(flat, decided)
+
+    def pack(self, flat: Flat, decided: Plan) -> Work:
+        """The micro-batches of what ``decided`` trains of ``flat``."""
+        return Work(flat, decided, pack(flat, decided, self.config.learner.tokens_per_micro_batch, self.policy.device))
 
     def differentiate(self, work: Work) -> Gradients:
         """Forward and backward over all micro-batches; gradients add up in the parameters. The sum does not depend on the split: every weight is global."""
         began = time.perf_counter()
         stats = Stats()
-        total = torch.zeros((), dtype=torch.float64, device=self._policy.device)
+        total = torch.zeros((), dtype=torch.float64, device=self.policy.device)
         every_tokens = [self._with_reference(batch, work.flat.temperature) for batch in work.micro_batches]
         if self._objective.needs_proximal_pass:
             every_tokens = self._with_batch_terms(work, every_tokens)
         for batch, tokens in zip(work.micro_batches, every_tokens, strict=True):
-            x, entropy = self._policy.logprobs(batch, work.flat.temperature)
+            x, entropy = self.policy.logprobs(batch, work.flat.temperature)
             loss, measured = self._objective(x, tokens, entropy)
             loss.backward()
             total += loss.detach()
@@ -89,12 +98,12 @@ class Stepper:
         if not work.plan.skip:
             metrics["total"] = float(total)
         num_tokens = sum(batch.num_tokens for batch in work.micro_batches)
-        return Gradients(metrics, num_tokens, time.perf_counter() - began, work.plan.skip)
+        return Gradients(metrics, num_tokens, time.perf_counter() - began, work.plan.skip, stats)
 
     def update(self, version: int, gradients: Gradients) -> Update:
         """Clips and steps; a gradient that is not finite changes nothing, and nothing is left of it."""
         began = time.perf_counter()
-        learner = self._config.learner
+        learner = self.config.learner
         rate = learning_rate(learner.optimizer, version, learner.versions)
         norm = 0.0 if gradients.skip else clip(self._parameters, learner.optimizer.max_grad_norm)
         stepped = not gradients.skip and math.isfinite(norm)
@@ -106,17 +115,20 @@ class Stepper:
 
     @torch.no_grad()
     def _with_reference(self, batch: MicroBatch, temperature: float) -> Tokens:
-        if self._reference is None:
+        if self.reference is None or batch.tokens.ref is not None:
             return batch.tokens
-        return replace(batch.tokens, ref=self._reference.logprobs(batch, temperature)[0])
+        return replace(batch.tokens, ref=self.reference.logprobs(batch, temperature)[0])
 
     @torch.no_grad()
     def _with_batch_terms(self, work: Work, every_tokens: list[Tokens]) -> list[Tokens]:
-        """The proximal pass: log-probabilities of the whole batch first, from the weights the step starts with, then what depends on all of them."""
-        scored = [self._policy.logprobs(batch, work.flat.temperature)[0] for batch in work.micro_batches]
+        """The proximal pass: log-probabilities of the whole batch first, from the weights the step starts with, then what depends on all of them.
+
+        Where several updates share a batch the proximal log-probabilities are frozen already, from the weights the first of them started with.
+        """
+        scored = [self.policy.logprobs(batch, work.flat.temperature)[0] for batch in work.micro_batches]
         if not scored:
             return []
-        every_tokens = [replace(tokens, prox=x) for tokens, x in zip(every_tokens, scored, strict=True)]
+        every_tokens = [replace(tokens, prox=x) if tokens.prox is None else tokens for tokens, x in zip(every_tokens, scored, strict=True)]
         terms = self._objective.batch_terms(torch.cat(scored), _joined(every_tokens))
         ends = list(itertools.accumulate(len(x) for x in scored))
         return [terms.put(tokens, slice(end - len(x), end)) for tokens, x, end in zip(every_tokens, scored, ends, strict=True)]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
+from rollstream.configs.checks import check_config
 from rollstream.configs.loader import create_run, dump_config, load_config, load_resumed, load_run
+from rollstream.configs.schema import Learner, Overlong
 from rollstream.errors import ConfigError, RunFolderError
 
 MINIMAL = "name: a\nenv: {id: rollstream/KeyValue-v0}\nlearner: {versions: 2, batch_groups: 1, group_size: 2}\n"
@@ -76,6 +79,31 @@ def test_the_preset_lies_under_the_file_and_the_file_under_the_overrides(tmp_pat
     assert load_config(path).learner.loss.eps_high == 0.5
     assert load_config(path, ["learner.loss.eps_high=0.6"]).learner.loss.eps_high == 0.6
     assert load_config(path, ["learner.preset=async"]).learner.loss.kind == "dppo_tv"
+
+
+def test_every_preset_resolves_to_its_own_loss_and_reads_back_as_itself(tmp_path: Path) -> None:
+    presets = get_args(Learner.model_fields["preset"].annotation)
+    resolved = {preset: load_config("quickstart", [f"learner.preset={preset}"]) for preset in presets}
+    assert {preset: config.learner.loss.kind for preset, config in resolved.items()} == {
+        "async": "dppo_tv", "grpo": "ppo", "gspo": "gspo", "cispo": "cispo", "dr_grpo": "ppo", "dapo": "ppo",
+    }  # fmt: skip
+    assert len({dump_config(config) for config in resolved.values()}) == len(presets)
+    for config in resolved.values():
+        check_config(config)
+        assert load_config(write(tmp_path, dump_config(config))) == config
+
+
+def test_lengths_that_a_preset_leaves_open_follow_the_longest_trajectory_and_are_shown() -> None:
+    longest = "actors.sampling.max_trajectory_tokens=200"
+    dapo = load_config("quickstart", ["learner.preset=dapo", longest])
+    assert dapo.learner.advantage.overlong == Overlong(max_len=200, buffer=40, factor=1.0)
+    assert "max_len: 200" in dump_config(dapo)
+    given = load_config("quickstart", ["learner.preset=dapo", "learner.advantage.overlong.max_len=100"])
+    assert given.learner.advantage.overlong == Overlong(max_len=100, buffer=20, factor=1.0)
+    assert load_config("quickstart", ["learner.preset=dr_grpo", longest]).learner.loss.agg_length == 200
+    assert load_config("quickstart", ["learner.preset=dr_grpo", "learner.loss.agg_length=64"]).learner.loss.agg_length == 64
+    with pytest.raises(ConfigError, match=r"learner\.advantage\.overlong\.max_len"):
+        load_config("quickstart", ["learner.preset=dapo", "learner.advantage.overlong.max_len=long"])
 
 
 def test_a_resolved_configuration_reads_back_as_itself(tmp_path: Path) -> None:
