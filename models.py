@@ -109,6 +109,13 @@ def load_policy(folder: str | Path, *, device: str = "cpu", dtype: torch.dtype |
     return model.to(device)
 
 
+def checkpointable_layers(model: PreTrainedModel) -> list[Any]:
+    """The layers of ``model`` between which activations may be dropped and computed again: its decoder layers. Empty where it names none."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerFast:
     """Loads the tokenizer of ``folder`` with its chat template."""
     from transformers import AutoTokenizer

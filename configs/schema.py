@@ -287,6 +287,16 @@ class Optimizer(Section):
     """Global gradient norm above which gradients are scaled down."""
 
 
+class PolicySettings(Section):
+    """How the policy computes. ``activation_checkpointing`` keeps each layer's input only and computes the rest again: less memory, a third more time.
+
+    ``compute_dtype: bfloat16`` runs the body's matrix products in bfloat16; weights, optimiser and log-probabilities stay float32.
+    """
+
+    activation_checkpointing: bool = False
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+
+
 class Updates(Section):
     """How many optimiser updates one batch gives: ``mini_batches`` shares of whole groups, gone through ``epochs`` times. Together they make one version."""
 
@@ -335,6 +345,7 @@ class Learner(Section):
     advantage: Advantage = Advantage()
     optimizer: Optimizer = Optimizer()
     updates: Updates = Updates()
+    policy: PolicySettings = PolicySettings()
     checkpoint: Checkpoint = Checkpoint()
     alarms: Alarms = Alarms()
     tokens_per_micro_batch: int = Field(default=16384, ge=1)

@@ -30,7 +30,7 @@ from .updates import train_batch
 from .warmup import warm_up
 
 if TYPE_CHECKING:
-    from ..models import PreTrainedModel, PreTrainedTokenizerFast
+    from ..models import PreTrainedTokenizerFast
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class BatchSource(Protocol):
 class Held:
     """What the learner holds: ``version`` of ``lineage``, steps skipped before it (in a row and in all), and its newest checkpoint ``saved``."""
 
-    model: PreTrainedModel
+    policy: Policy
     tokenizer: PreTrainedTokenizerFast
     optimizer: torch.optim.Optimizer
     version: int
@@ -84,9 +84,9 @@ def learn_from(run: Run, source: BatchSource, stop: threading.Event) -> None:
     held.lineage = source.hello(held.version).lineage
     if held.saved is None:
         held.saved = _save(run, held, source.sync)
-    stepper = Stepper(Policy(held.model), held.optimizer, run.config, _reference(run))
+    stepper = Stepper(held.policy, held.optimizer, run.config, _reference(run))
     tracker = Tracker(run.metrics_path, run.tensorboard_folder, held.version)
-    publisher = Publisher(WeightsWriter(run.weights_folder, run.config.actors.num), held.model, held.saved / "model")
+    publisher = Publisher(WeightsWriter(run.weights_folder, run.config.actors.num), held.policy.model, held.saved / "model")
     counters = Counters(source.status)
 
     def wait(reason: str) -> None:
@@ -128,15 +128,16 @@ def start(run: Run, stop: threading.Event) -> Held:
     config = run.config.learner
     folder = saved.model_folder if saved is not None else models.prepare_model(run)
     model, tokenizer = models.load_policy(folder, device=config.device), models.load_tokenizer(folder)
+    policy = Policy(model, config.policy)
     if saved is None and run.config.warmup is not None:
-        warm_up(Policy(model), tokenizer, run.config, stop)
+        warm_up(policy, tokenizer, run.config, stop)
     settings = config.optimizer
     layers: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
     embeddings = [layer.weight for layer in layers if layer is not None]
     optimizer = adamw(
         model.named_parameters(), embeddings, rate=settings.learning_rate, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay
     )
-    held = Held(model, tokenizer, optimizer, version=0, lineage=0, skipped_in_a_row=0, skipped=0, saved=None)
+    held = Held(policy, tokenizer, optimizer, version=0, lineage=0, skipped_in_a_row=0, skipped=0, saved=None)
     if saved is None:
         torch.manual_seed(run.config.seed)
     else:
@@ -147,7 +148,7 @@ def start(run: Run, stop: threading.Event) -> Held:
 def step_settings(run: Run) -> dict[str, Any]:
     """The parts of the configuration that a step depends on: redoing a recorded batch under others would make another version under the same number."""
     learner = run.config.learner
-    settings = learner.model_dump(mode="json", include={"batch_groups", "group_size", "preset", "loss", "advantage", "optimizer", "updates"})
+    settings = learner.model_dump(mode="json", include={"batch_groups", "group_size", "preset", "loss", "advantage", "optimizer", "updates", "policy"})
     settings |= {"model": run.config.model.model_dump(mode="json"), "degenerate": run.config.buffer.degenerate, "max_lag": run.config.buffer.max_lag}
     return settings if learner.optimizer.schedule == "constant" else settings | {"versions": learner.versions}
 
@@ -157,7 +158,8 @@ def _reference(run: Run) -> Policy | None:
     if run.config.learner.loss.kl is None:
         return None
     first = read_checkpoint(run.checkpoints_folder / FIRST)
-    return Policy(models.load_policy(first.model_folder, device=run.config.learner.device).requires_grad_(False))
+    model = models.load_policy(first.model_folder, device=run.config.learner.device).requires_grad_(False)
+    return Policy(model, run.config.learner.policy.model_copy(update={"activation_checkpointing": False}))
 
 
 def _restore(run: Run, held: Held, saved: Checkpoint) -> None:
@@ -193,7 +195,7 @@ def _save(run: Run, held: Held, sync: Callable[[], object]) -> Path:
         run.checkpoints_folder,
         version=held.version,
         lineage=held.lineage,
-        model=held.model,
+        model=held.policy.model,
         tokenizer=held.tokenizer,
         optimizer=held.optimizer,
         settings=step_settings(run),

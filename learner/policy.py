@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from ..configs.schema import PolicySettings
 from ..errors import ConfigError
 from .attention import install, layout_of
 from .collate import MicroBatch
+from .compute import ComputeDtype, autocast, checkpoint_activations, keep_float32
 from .logprobs import token_logprobs
 
 if TYPE_CHECKING:
@@ -29,13 +31,14 @@ _TOLERANCE = 1e-3
 
 
 class Policy:
-    """A causal language model that scores packed micro-batches.
+    """A causal language model that scores packed micro-batches, computing as ``settings`` say (:mod:`rollstream.learner.compute`).
 
-    Raises :class:`ConfigError` where the model cannot be packed.
+    Raises :class:`ConfigError` where the model cannot be packed, or its activations cannot be checkpointed.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, settings: PolicySettings = PolicySettings()) -> None:  # noqa: B008 - frozen
         self.model: Any = model
+        self._dtype: ComputeDtype = settings.compute_dtype
         model.eval()  # no dropout: the ratio on fresh data has to be 1
         model.config.use_cache = False
         install(model)
@@ -47,15 +50,22 @@ class Policy:
                 type(model).__name__,
                 "its logits are not hidden states times output matrix; memory grows with the vocabulary",
             )
+            if self._dtype == "bfloat16" and (head := self.model.get_output_embeddings()) is not None:
+                keep_float32(head)
+        if settings.activation_checkpointing:
+            checkpoint_activations(model)
 
     def logprobs(self, batch: MicroBatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
         """``(x, entropy)``, each ``[N] float32`` with gradient: log-probability of each target at ``temperature``, and entropy of what it was drawn from."""
         inputs = _inputs(batch)
         if self.full_logits:
-            logits = self.model(**inputs).logits[0].index_select(0, batch.source).float() / temperature
+            with autocast(self.device, self._dtype):
+                logits = self.model(**inputs).logits[0]
+            logits = logits.index_select(0, batch.source).float() / temperature
             every = torch.log_softmax(logits, dim=-1)
             return every.gather(1, batch.targets[:, None])[:, 0], -(every.exp() * every).sum(-1)
-        hidden = self.model.base_model(**inputs).last_hidden_state[0].index_select(0, batch.source)
+        with autocast(self.device, self._dtype):
+            hidden = self.model.base_model(**inputs).last_hidden_state[0].index_select(0, batch.source)
         head = self.model.get_output_embeddings()
         x, entropy = token_logprobs(hidden, head.weight, batch.targets, temperature, want_entropy=True, bias=getattr(head, "bias", None))
         assert entropy is not None

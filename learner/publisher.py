@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,21 +31,11 @@ _ASK_AGAIN_S = 0.002
 
 
 class Publisher:
-    """Publishes the weights of ``model``: the tensors of ``saved``, a folder ``model.save_pretrained`` wrote, by those names; tied ones once.
-
-    Raises :class:`ConfigError` where the model saves tensors that are not its own (fused or converted ones).
-    """
+    """Publishes the weights of ``model``, by the names of :func:`published_tensors`. ``saved`` is a folder ``model.save_pretrained`` wrote."""
 
     def __init__(self, writer: WeightsWriter, model: PreTrainedModel, saved: Path) -> None:
         self._writer = writer
-        state: dict[str, torch.Tensor] = model.state_dict()
-        names = saved_names(saved)
-        foreign = [name for name in names if name not in state]
-        if foreign:
-            raise ConfigError(
-                f"{type(model).__name__} saves {foreign[0]} and {len(foreign) - 1} others it does not hold by that name: they cannot be published"
-            )
-        self._tensors = {name: state[name] for name in names}
+        self._tensors = published_tensors(model, saved)
         self._fixed = all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in self._tensors.values())
         self._views = self._describe() if self._fixed else []
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="publisher")
@@ -110,11 +101,46 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(content)
 
 
+def published_tensors(model: PreTrainedModel, saved: Path) -> dict[str, torch.Tensor]:
+    """What is published: the tensors ``model`` computes with, under the names it holds them by, sorted; tied ones once, by the name ``saved`` has.
+
+    Those are the names of the safetensors files wherever a model saves what it holds. A mixture of experts holds its experts fused and saves them one by
+    one; it is published fused, and a sampler that loads the same folder through transformers holds it under the same names.
+
+    Raises :class:`ConfigError` where ``saved`` does not hold as many numbers as the model: it is another model's folder.
+    """
+    state: dict[str, torch.Tensor] = model.state_dict()
+    sizes = _saved_sizes(saved)
+    held = {name: state[name] for name in sizes if name in state}
+    sent = {_place(tensor) for tensor in held.values()}
+    for name, tensor in state.items():
+        if _place(tensor) not in sent:
+            held[name] = tensor
+            sent.add(_place(tensor))
+    num_held, num_saved = sum(tensor.numel() for tensor in held.values()), sum(sizes.values())
+    if num_held != num_saved:
+        foreign = next((name for name in sizes if name not in state), "no other name")
+        raise ConfigError(
+            f"{type(model).__name__} holds {num_held} numbers, {saved} has {num_saved} (among them {foreign}): it cannot be published by that folder's names"
+        )
+    return dict(sorted(held.items()))
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where a tensor lies and how long it is: the same for tied ones."""
+    return tensor.data_ptr(), tensor.nbytes
+
+
 def saved_names(folder: Path) -> list[str]:
     """Names of the tensors in the safetensors files of ``folder``, sorted, read from their headers."""
-    names: list[str] = []
+    return sorted(_saved_sizes(folder))
+
+
+def _saved_sizes(folder: Path) -> dict[str, int]:
+    """How many numbers each tensor in the safetensors files of ``folder`` has, from their headers."""
+    sizes: dict[str, int] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb") as file:
             header: dict[str, Any] = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        names += [name for name in header if name != "__metadata__"]
-    return sorted(names)
+        sizes |= {name: math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__"}
+    return sizes

@@ -193,3 +193,14 @@ def test_a_batch_without_signal_makes_one_skipped_update(tmp_path: Path) -> None
 def test_more_mini_batches_than_groups_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"mini_batches 9 is larger than learner\.batch_groups 4"):
         check_config(config_of("learner.updates.mini_batches=9"))
+
+
+@pytest.mark.parametrize("preset", ["async", "grpo"])
+def test_bfloat16_with_checkpointed_activations_trains_and_resumes_bit_for_bit(tmp_path: Path, preset: str) -> None:
+    settings = (f"learner.preset={preset}", "learner.policy={compute_dtype: bfloat16, activation_checkpointing: true}")
+    rows, expected = train(tmp_path / "whole", *settings)
+    train(tmp_path / "stopped", *settings, last=2)
+    _, weights = train(tmp_path / "stopped", *settings)
+    assert [row["optim/updates"] for row in rows] == [1, 1, 1]
+    assert all(tensor.dtype == torch.float32 for tensor in expected.values()), "what is saved and published are the master weights"
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in expected.items())
