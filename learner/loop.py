@@ -88,6 +88,7 @@ def learn_from(run: Run, source: BatchSource, stop: threading.Event) -> None:
     tracker = Tracker(run.metrics_path, run.tensorboard_folder, held.version)
     publisher = Publisher(WeightsWriter(run.weights_folder, run.config.actors.num), held.policy.model, held.saved / "model")
     counters = Counters(source.status)
+    saving_s = 0.0
 
     def wait(reason: str) -> None:
         _tell(source, publisher)
@@ -100,18 +101,22 @@ def learn_from(run: Run, source: BatchSource, stop: threading.Event) -> None:
             batch = source.pull(held.version + 1, wait, stop)
             if batch is None:
                 break
-            waited_s = time.perf_counter() - began
+            pulled = time.perf_counter()
             work = stepper.prepare(batch)
+            prepared = time.perf_counter()
             done = train_batch(stepper, work, batch.version, config.alarms, publisher.fence)
             _advance(held, batch, done.update.stepped, config.alarms.max_skipped)
             source.trained(held.version)
             _tell(source, publisher)
             publisher.publish(held.lineage, held.version)
-            step_s = time.perf_counter() - began
-            row = row_of(batch, work, done, skipped=held.skipped, waited_s=waited_s, step_s=step_s, publish_s=publisher.copy_s)
+            ended = time.perf_counter()
+            seconds = {"step": ended - began, "wait_batch": pulled - began, "prepare": prepared - pulled, "publish": publisher.copy_s}
+            row = row_of(batch, work, done, skipped=held.skipped, seconds=seconds | {"checkpoint": saving_s})
             tracker.row(held.version, row | counters.read())
+            saving_s = 0.0
             if held.version % config.checkpoint.every == 0 or held.version == config.versions:
                 held.saved = _save(run, held, source.sync)
+                saving_s = time.perf_counter() - ended
         _leave(run, held, source, publisher)
     finally:
         publisher.close()
@@ -201,6 +206,7 @@ def _save(run: Run, held: Held, sync: Callable[[], object]) -> Path:
         settings=step_settings(run),
         progress={"skipped_in_a_row": held.skipped_in_a_row, "skipped": held.skipped},
         keep_last=run.config.learner.checkpoint.keep_last,
+        keep_every=run.config.learner.checkpoint.keep_every,
         keep_first=run.config.learner.loss.kl is not None,
         sync=sync,
     )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
+import torch
 
 from ..buffer.types import Batch
 from ..buffer.wire import StatusReply
@@ -16,8 +18,12 @@ _ASK_S = 1.0
 """At most this often the buffer is asked about the other roles."""
 
 
-def row_of(batch: Batch, work: Work, done: Trained, *, skipped: int, waited_s: float, step_s: float, publish_s: float) -> dict[str, float]:
-    """The learner's own numbers for the updates that made ``batch.version``. ``skipped`` counts skipped versions so far."""
+def row_of(batch: Batch, work: Work, done: Trained, *, skipped: int, seconds: Mapping[str, float]) -> dict[str, float]:
+    """The learner's own numbers for the updates that made ``batch.version``.
+
+    ``skipped`` counts skipped versions so far. ``seconds`` are what the loop itself spent, by phase; ``checkpoint`` is that of the version before, whose
+    row was written already.
+    """
     gradients, update = done.gradients, done.update
     computed_s = gradients.seconds + update.seconds
     return {
@@ -27,15 +33,24 @@ def row_of(batch: Batch, work: Work, done: Trained, *, skipped: int, waited_s: f
         "optim/learning_rate": update.learning_rate,
         "optim/skipped_steps": skipped,
         "optim/updates": done.num_updates,
-        "time/step_s": step_s,
-        "time/wait_batch_s": waited_s,
+        **{f"time/{phase}_s": value for phase, value in seconds.items()},
         "time/proximal_s": done.proximal_s,
         "time/forward_backward_s": gradients.seconds,
+        "time/fence_s": done.fence_s,
         "time/optimizer_s": update.seconds,
-        "time/publish_s": publish_s,
         "learner/tokens_per_s": gradients.num_tokens / computed_s if computed_s > 0 else 0.0,
         "learner/cpu_s": time.process_time(),
+        "learner/padding_share": 1.0 - gradients.num_tokens / done.num_cells if done.num_cells else 0.0,
+        **_peak_memory(),
     }
+
+
+def _peak_memory() -> dict[str, float]:
+    """MiB: the most this process ever had resident, and on a GPU the most its tensors ever took there."""
+    peak = {"learner/peak_memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        peak["learner/peak_device_memory_mb"] = torch.cuda.max_memory_allocated() / 2**20
+    return peak
 
 
 def _of_data(batch: Batch, work: Work) -> dict[str, float]:

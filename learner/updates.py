@@ -28,13 +28,16 @@ class Trained:
     """What the updates of a batch did together.
 
     ``gradients`` merges their measurements, each token once per epoch; its loss is their mean. ``update.grad_norm`` is the mean of the norms.
-    ``num_updates`` counts those that changed the weights, ``proximal_s`` is what freezing log-probabilities took.
+    ``num_updates`` counts those that changed the weights, ``proximal_s`` is what dealing and freezing log-probabilities took, ``fence_s`` the wait
+    for ``before_change``, ``num_cells`` how many cells attention computed for the tokens (the difference is padding).
     """
 
     gradients: Gradients
     update: Update
     num_updates: int
     proximal_s: float
+    fence_s: float
+    num_cells: int
 
 
 def train_batch(stepper: Stepper, work: Work, version: int, alarms: Alarms, before_change: Callable[[], None]) -> Trained:
@@ -48,13 +51,18 @@ def train_batch(stepper: Stepper, work: Work, version: int, alarms: Alarms, befo
     proximal_s = time.perf_counter() - began
     gradients: list[Gradients] = []
     updates: list[Update] = []
+    fence_s = 0.0
     for share in shares:
         found = stepper.differentiate(share)
         check_alarms(found.metrics, alarms, version)
+        fenced = time.perf_counter()
         before_change()
+        fence_s += time.perf_counter() - fenced
         gradients.append(found)
         updates.append(stepper.update(version, found))
-    return _together(gradients, updates, proximal_s)
+    num_cells = sum(len(batch.layout.gather) for share in shares for batch in share.micro_batches)
+    whole, update = _together(gradients, updates)
+    return Trained(whole, update, sum(update.stepped for update in updates), proximal_s, fence_s, num_cells)
 
 
 def split(stepper: Stepper, work: Work, seed: tuple[int, int]) -> list[Work]:
@@ -100,11 +108,10 @@ def _frozen(stepper: Stepper, work: Work) -> dict[str, torch.Tensor]:
     return frozen
 
 
-def _together(gradients: list[Gradients], updates: list[Update], proximal_s: float) -> Trained:
+def _together(gradients: list[Gradients], updates: list[Update]) -> tuple[Gradients, Update]:
     """Sums, counts and means over the updates; one update is itself."""
-    num_updates = sum(update.stepped for update in updates)
     if len(updates) == 1:
-        return Trained(gradients[0], updates[0], num_updates, proximal_s)
+        return gradients[0], updates[0]
     stats = Stats()
     for found in gradients:
         stats = stats.merge(found.stats)
@@ -116,5 +123,5 @@ def _together(gradients: list[Gradients], updates: list[Update], proximal_s: flo
         metrics, sum(found.num_tokens for found in gradients), sum(found.seconds for found in gradients), all(found.skip for found in gradients), stats
     )
     norm = sum(update.grad_norm for update in updates) / len(updates)
-    update = Update(num_updates > 0, norm, updates[0].learning_rate, sum(update.seconds for update in updates))
-    return Trained(whole, update, num_updates, proximal_s)
+    update = Update(any(update.stepped for update in updates), norm, updates[0].learning_rate, sum(update.seconds for update in updates))
+    return whole, update

@@ -152,7 +152,8 @@ def test_a_row_has_the_names_people_plot(whole: tuple[Run, Recording]) -> None:
         *(f"train/{name}" for name in ("sequence_tokens_mean", "invalid_episodes", "age_drops")),
         *(f"loss/{name}" for name in ("total", "entropy", "ratio_ess", "kl_old_k3", "clip_frac", "trust_masked_frac", "drift_mu_ess")),
         *(f"optim/{name}" for name in ("grad_norm", "learning_rate", "skipped_steps")),
-        *(f"time/{name}_s" for name in ("step", "wait_batch", "forward_backward", "optimizer", "publish", "wall")),
+        *(f"time/{name}_s" for name in ("step", "wait_batch", "prepare", "proximal", "forward_backward", "fence", "optimizer")),
+        *(f"time/{name}_s" for name in ("publish", "checkpoint", "wall")), "learner/padding_share", "learner/peak_memory_mb", "optim/updates",
         "learner/tokens_per_s", "learner/cpu_s", "actors/cpu_s", "buffer/cpu_s",
         *(f"buffer/groups_{state}" for state in ("open", "ready", "trained", "dropped")),
     }  # fmt: skip
@@ -160,6 +161,11 @@ def test_a_row_has_the_names_people_plot(whole: tuple[Run, Recording]) -> None:
     for row in rows(run):
         assert names <= row.keys()
         assert all(math.isfinite(value) for value in row.values())
+    phases = ("wait_batch", "prepare", "proximal", "forward_backward", "fence", "optimizer")
+    assert all(sum(row[f"time/{phase}_s"] for phase in phases) <= row["time/step_s"] for row in rows(run))
+    assert [row["version"] for row in rows(run) if row["time/checkpoint_s"] > 0] == [4, 7], "of the version before"
+    assert all(0 < row["learner/padding_share"] < 0.2 for row in rows(run))
+    assert all(10 < row["learner/peak_memory_mb"] < 1e6 for row in rows(run))
     last = rows(run)[-1]
     assert (last["train/lag_max"], last["train/lag_mean"]) == (1, 1), "version 7 trains on tokens of version 6"
     assert last["train/episodes"] == GROUPS * MEMBERS

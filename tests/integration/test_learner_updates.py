@@ -190,6 +190,11 @@ def test_a_batch_without_signal_makes_one_skipped_update(tmp_path: Path) -> None
     assert (done.num_updates, done.update.stepped, done.gradients.skip) == (0, False, True)
 
 
+def test_milestones_that_no_checkpoint_would_meet_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"keep_every 70 is not a multiple of learner\.checkpoint\.every 50.*use 100"):
+        check_config(config_of("learner.checkpoint.keep_every=70"))
+
+
 def test_more_mini_batches_than_groups_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"mini_batches 9 is larger than learner\.batch_groups 4"):
         check_config(config_of("learner.updates.mini_batches=9"))

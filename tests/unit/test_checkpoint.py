@@ -36,10 +36,12 @@ class Saver:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def save(self, version: int, sync: Callable[[], object] = lambda: None, keep_last: int = 2, keep_first: bool = False) -> Path:
+    def save(
+        self, version: int, sync: Callable[[], object] = lambda: None, keep_last: int = 2, keep_first: bool = False, keep_every: int | None = None
+    ) -> Path:
         return write_checkpoint(
             self.folder, version=version, lineage=1, model=self.model, tokenizer=self.tokenizer, optimizer=self.optimizer, settings={"rate": 0.01},
-            progress={"skipped": 3}, keep_last=keep_last, keep_first=keep_first, sync=sync,
+            progress={"skipped": 3}, keep_last=keep_last, keep_first=keep_first, keep_every=keep_every, sync=sync,
         )  # fmt: skip
 
 
@@ -87,6 +89,12 @@ def test_the_newest_stay_and_version_0_where_it_is_the_reference(saver: Saver) -
     assert names(saver.folder) == ["v000000", "v000010", "v000015"]
     saver.save(20, keep_last=1)
     assert names(saver.folder) == ["v000020"]
+
+
+def test_every_so_many_versions_one_stays_for_good(saver: Saver) -> None:
+    for version in range(0, 40, 5):
+        saver.save(version, keep_last=1, keep_every=15)
+    assert names(saver.folder) == ["v000015", "v000030", "v000035"], "version 0 is no milestone"
 
 
 def test_log_and_ledger_are_durable_before_the_checkpoint_has_its_name(saver: Saver) -> None:

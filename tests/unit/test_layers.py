@@ -19,12 +19,13 @@ ALLOWED = {
     "models": {"configs", "errors"},
     "actors": {"models", "envs", "buffer", "configs", "errors"},
     "learner": {"models", "envs", "buffer", "configs", "errors"},
+    "pretrained": {"models", "learner", "configs", "errors"},
     "tail": {"configs", "errors"},
     "summary": {"tail", "buffer", "configs", "errors"},
     "watch": {"tail", "buffer", "configs", "errors"},
     "roles": {"actors", "learner", "models", "envs", "buffer", "configs", "errors"},
     "run": {"roles", "tail", "watch", "summary", "models", "envs", "buffer", "configs", "errors"},
-    "cli": {"run", "roles", "tail", "watch", "summary", "models", "envs", "buffer", "configs", "errors"},
+    "cli": {"pretrained", "run", "roles", "tail", "watch", "summary", "models", "envs", "buffer", "configs", "errors"},
 }
 DOORS = {
     "transformers": {"models.py"},
