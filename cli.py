@@ -104,6 +104,7 @@ def check(config: ConfigArgument, overrides: OverridesArgument = None, debug: De
     """Check a configuration without running it.
 
     Keys, bounds, contradictions, the environment, the model, ports and memory of this machine. Writes nothing.
+    The environment is played: one plain turn, then one call of each tool, each after a fresh reset; what its tools do, they do.
 
     \b
     Examples:
@@ -116,7 +117,8 @@ def check(config: ConfigArgument, overrides: OverridesArgument = None, debug: De
 
     del debug
     loaded = load_config(config, overrides or ())
-    check_run(loaded)
+    for notice in check_run(loaded):
+        typer.echo(f"notice: {notice}", err=True)
     check_learner(loaded)
     typer.echo(f"{config}: fine; rollstream train {config} would write {os.path.join(loaded.folder, loaded.name)}")
     return 0

@@ -32,7 +32,7 @@ from .configs.loader import create_run, load_run
 from .configs.run_folder import Run
 from .configs.schema import Config, FolderModel
 from .envs import registry
-from .envs.chat import ChatEnv
+from .envs.trial import try_out
 from .errors import ConfigError, RoleFailed, RollstreamError, RunFolderError, StreamError
 from .models import check_model_folder
 from .roles import STOP_GRACE_S, Death, RoleProcess
@@ -96,26 +96,27 @@ def _forget(run: Run) -> None:
             entry.unlink()
 
 
-def check(config: Config) -> None:
+def check(config: Config) -> list[str]:
     """Everything that can be known without torch: contradictions, the environment, the model, this machine. Writes nothing.
 
-    Raises the :class:`RollstreamError` of the first thing that is wrong.
+    Returns notices: what is worth a look although it can run. Raises the :class:`RollstreamError` of the first thing that is wrong.
     """
     check_config(config)
     if isinstance(config.model, FolderModel):
         check_model_folder(config.model.path)
-    check_env(config)
+    notices = check_env(config)
     folder = (Path(config.folder) / config.name).resolve()
     check_machine(Run(folder=folder, config=config, run_id="0" * 32))
+    return notices
 
 
-def check_env(config: Config) -> None:
-    """Makes the environment once. Raises :class:`UnknownEnv`, or :class:`ConfigError` for arguments it does not take or a warm-up it cannot demonstrate."""
+def check_env(config: Config) -> list[str]:
+    """Makes the environment and tries it out: a plain turn, a call of each tool. Returns notices.
+
+    Raises :class:`UnknownEnv`, or :class:`ConfigError` for whatever its code does wrong, arguments it does not take, a warm-up it cannot demonstrate.
+    """
     registry.load_imports(config.imports)
-    env = registry.make(config.env.id, **config.env.kwargs)
-    env.close()
-    if config.warmup is not None and type(env).demonstrate is ChatEnv.demonstrate:
-        env.demonstrate(correct=True)  # raises, saying what to write
+    return try_out(config.env.id, config.env.kwargs, demonstrates=config.warmup is not None)
 
 
 def check_learner(config: Config) -> None:

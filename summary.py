@@ -96,7 +96,10 @@ def _facts(run: Run, ending: Ending, rows: Sequence[Row], report: AuditReport | 
     if report is not None:
         in_flight = sum(report.counts[state] for state in ("open", "ready", "assigned"))
         rest = f"; the rest belongs to {_plural(in_flight, 'group')} in flight at the end" if in_flight else ""
-        yield "episodes", f"{report.num_trajectories:,} generated, {report.num_trained:,} trained{rest}"
+        failed = f", {told}" if (told := _failed(report)) else ""
+        yield "episodes", f"{report.num_trajectories:,} generated, {report.num_trained:,} trained{failed}{rest}"
+        if report.endings:
+            yield "episodes ended", _ended(report)
         yield "books", _books(report) + "".join(f"; {problem}" for problem in report.problems)
 
 
@@ -109,6 +112,10 @@ def audit_lines(report: AuditReport) -> Iterator[str]:
     yield f"version      {report.version:,} of lineage {report.lineage}, {_plural(report.num_batches, 'batch', 'batches')} recorded"
     appends = f"{_plural(report.num_rows, 'row')}, {_plural(report.num_appends, 'append')}, {report.size_bytes / 2**20:,.1f} MiB"
     yield f"trajectories {report.num_trajectories:,} in the log ({appends}), {report.num_trained:,} trained, {report.duplicates:,} trained twice"
+    if told := _failed(report):
+        yield f"             {told}"
+    if report.endings:
+        yield f"ended        {_ended(report)}"
     yield f"lag          at most {report.max_lag_trained} trained, {report.lag_bound} allowed; {report.num_age_drops:,} trajectories withheld for age"
     for env_id, bias in report.bias.items():
         yield f"{env_id}: trained {bias.num_trained:,} of {bias.num_leased:,} trajectories; means of the trained and of all:"
@@ -123,6 +130,20 @@ def audit_lines(report: AuditReport) -> Iterator[str]:
     for problem in report.problems:
         yield f"problem      {problem}"
     yield "clean" if report.closes and not report.problems else "NOT CLEAN"
+
+
+def _failed(report: AuditReport) -> str:
+    """``failed 12 (env 10, infra 2)``, empty where none did."""
+    reasons = ", ".join(f"{reason} {count:,}" for reason, count in report.failures.items())
+    parts = [f"failed {sum(report.failures.values()):,} ({reasons})"] if reasons else []
+    return ", ".join(parts + ([f"{_plural(report.num_repeated, 'failed attempt')} played again"] if report.num_repeated else []))
+
+
+def _ended(report: AuditReport) -> str:
+    """How the episodes that did not fail ended, in per cent."""
+    played = sum(report.endings.values())
+    shares = ((reason, report.endings.get(reason, 0) / played) for reason in ("terminated", "turns", "length", "time"))
+    return ", ".join(f"{reason} {share:.1%}".replace("%", " %") for reason, share in shares)
 
 
 def _books(report: AuditReport) -> str:

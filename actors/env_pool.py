@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from typing import TYPE_CHECKING, Any
 
 from ..envs import registry
+from ..envs.blame import name_and_text, user_line
 
 if TYPE_CHECKING:
     from ..envs.chat import ChatEnv
+
+
+logger = logging.getLogger(__name__)
+
+
+def close_env(env: ChatEnv, env_id: str) -> None:
+    """Closes an environment. What its code raises then costs a warning: its episodes are played."""
+    try:
+        env.close()
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's code may raise anything
+        logger.warning("env=%s close=failed error=%s", env_id, json.dumps(f"{name_and_text(error)}{user_line(error)}"))
 
 
 class EnvPool:
@@ -29,7 +43,7 @@ class EnvPool:
 
     def close(self) -> None:
         """Closes the idle ones."""
-        for envs in self._idle.values():
+        for env_id, envs in self._idle.items():
             for env in envs:
-                env.close()
+                close_env(env, env_id)
         self._idle.clear()

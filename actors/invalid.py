@@ -11,7 +11,9 @@ if TYPE_CHECKING:
     from ..buffer.types import Trajectory
 
 WINDOW = 100
-"""Latest episodes over which the share is taken; fewer say nothing."""
+"""Latest episodes over which the share is taken; fewer say nothing, unless they are the first and all failed."""
+FIRST = 16
+"""First episodes of an actor that must not all fail."""
 
 
 class InvalidShare:
@@ -33,11 +35,13 @@ class InvalidShare:
         self.num_invalid += failed
         self._latest.append((trajectory.stop_reason, trajectory.error) if failed else None)
         failures = [failure for failure in self._latest if failure is not None]
-        if len(self._latest) < WINDOW or len(failures) <= self._bound * WINDOW:
+        none_yet = self.num_episodes == self.num_invalid == FIRST and self._bound < 1
+        if not none_yet and (len(self._latest) < WINDOW or len(failures) <= self._bound * WINDOW):
             return
         reasons = ", ".join(f"{num} {reason}" for reason, num in Counter(reason for reason, _ in failures).most_common())
         text, num = Counter(error for _, error in failures).most_common(1)[0]
+        which = f"{FIRST} of the first {FIRST}" if none_yet else f"{len(failures)} of the last {WINDOW}"
         raise EnvError(
-            f"{len(failures)} of the last {WINDOW} episodes of {trajectory.env_id} failed ({reasons}); "
+            f"{which} episodes of {trajectory.env_id} failed ({reasons}); "
             f"actors.max_invalid_share {self._bound:g} allows fewer; the most frequent error ({num}×): {text}"
         )

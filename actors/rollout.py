@@ -15,7 +15,6 @@ environment to say.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import time
 from dataclasses import dataclass, field
@@ -24,8 +23,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from ..buffer.types import Status, StopReason, Trajectory, TrajectoryKey
+from ..envs.blame import name_and_text, user_line
 from ..envs.renderer import Renderer
 from ..errors import EnvError, InfraError
+from .endings import Endings
+from .env_pool import close_env
 from .record import Record
 from .sampler import SamplingParams
 
@@ -102,6 +104,7 @@ class Player:
     actors: Actors
     run_seed: int
     actor_id: str
+    endings: Endings = field(default_factory=Endings)
 
     async def play(self, lease: Lease, member: int) -> Trajectory:
         """Plays one member of a group and returns its record, whatever became of it.
@@ -119,12 +122,14 @@ class Player:
             self.envs.give_back(env, lease.env_id)
         except EnvError as error:
             outcome = Outcome("failed", "infra" if isinstance(error, InfraError) else "env", str(error))
+            self.endings.failed(error, outcome.stop_reason, lease.env_id)
             if env is not None:
-                with contextlib.suppress(Exception):
-                    env.close()
+                close_env(env, lease.env_id)
         finally:
             await self.sampler.release(session)
-        return self._trajectory(lease, member, episode, outcome)
+        trajectory = self._trajectory(lease, member, episode, outcome)
+        self.endings.count(trajectory)
+        return trajectory
 
     async def _converse(self, env: ChatEnv, lease: Lease, member: int, episode: _Episode, session: str) -> Outcome:
         """The episode itself, turn by turn, into ``episode``."""
@@ -220,7 +225,7 @@ async def _in_env(episode: _Episode, call: Coroutine[Any, Any, Result]) -> Resul
         raise InfraError("the environment did not answer before actors.episode_timeout_s passed; make it faster or raise the limit") from None
     except EnvError:
         raise
-    except Exception as error:
-        raise EnvError(f"{type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise EnvError(f"{name_and_text(error)}{user_line(error)}") from error
     finally:
         episode.env_s += time.perf_counter() - started

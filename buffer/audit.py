@@ -52,6 +52,9 @@ class EnvBias:
 class AuditReport:
     """What the audit found. ``counts`` are groups per state; ``num_trained`` and ``num_age_drops`` count trajectories (trained; withheld for age).
 
+    ``failures`` counts failed trajectories per reason: they carry no training signal, so none counts as trained. ``endings`` counts the others by how they
+    ended. ``num_repeated`` are failed attempts that were played again.
+
     ``problems`` is empty in a sound run. ``unrecorded_bytes`` lie behind what the ledger recorded: appends a live buffer is just making, or was making when it
     was killed; nobody was told they were stored.
     """
@@ -74,6 +77,9 @@ class AuditReport:
     max_lag_trained: int = 0
     lag_bound: int = 0
     num_age_drops: int = 0
+    num_repeated: int = 0
+    failures: dict[str, int] = field(default_factory=dict[str, int])
+    endings: dict[str, int] = field(default_factory=dict[str, int])
     duplicates: int = 0
     bias: dict[str, EnvBias] = field(default_factory=dict[str, EnvBias])
 
@@ -94,6 +100,7 @@ def audit(folder: Path) -> AuditReport:
         with ledger.snapshot():
             _close_books(ledger, report)
             members = list(ledger.rows("SELECT group_id, member, attempt, append_id FROM members ORDER BY group_id, member"))
+            failed = _count_endings(ledger, report)
             batches = list(ledger.batches(report.lineage, 1, 2**62))
             discarded = list(ledger.rows("SELECT group_id, member, attempt, append_id FROM discarded"))
             appends = list(ledger.locations())
@@ -103,7 +110,7 @@ def audit(folder: Path) -> AuditReport:
     rows = _read_log(folder / "stream", appends, rows_recorded, report)
     played = _per_trajectory(rows)
     _match_members(played, np.array(members, np.int64).reshape(-1, 4), np.array(discarded, np.int64).reshape(-1, 4), report)
-    _check_batches(played, batches, report)
+    _check_batches(played, batches, failed, report)
     return report
 
 
@@ -142,6 +149,15 @@ def _close_books(ledger: Ledger, report: AuditReport) -> None:
     if total != report.num_leased or len(states) != report.num_leased:
         _note(report, [f"{report.num_leased} groups leased, {total} accounted for"])
     report.closes = not report.problems
+
+
+def _count_endings(ledger: Ledger, report: AuditReport) -> Ints:
+    """Counts how committed members ended; returns the keys of those that failed."""
+    for status, reason, count in ledger.rows("SELECT status, stop_reason, count(*) FROM members GROUP BY status, stop_reason ORDER BY stop_reason"):
+        (report.failures if status == "failed" else report.endings)[reason] = count
+    report.num_repeated = next(iter(ledger.rows("SELECT count(*) FROM failures")))[0]
+    failed = list(ledger.rows("SELECT group_id, member FROM members WHERE status = 'failed'"))
+    return np.array([group_id * _MEMBERS + member for group_id, member in failed], np.int64)
 
 
 # --- the log ------------------------------------------------------------------------------------------------------------------------
@@ -296,8 +312,8 @@ def _match_members(played: _Played, members: Ints, discarded: Ints, report: Audi
         _note(report, [f"{twice} members have their rows in the log twice"])
 
 
-def _check_batches(played: _Played, batches: list[BatchRow], report: AuditReport) -> None:
-    """Recomputes the lag of everything that was trained, and compares what was trained with what was played."""
+def _check_batches(played: _Played, batches: list[BatchRow], failed: Ints, report: AuditReport) -> None:
+    """Recomputes the lag of everything that was trained, and compares what was trained with what was played. ``failed`` are keys of members."""
     trained = np.zeros(len(played.key), bool)
     for batch in batches:
         report.lag_bound = max(report.lag_bound, batch.lag_bound)
@@ -315,6 +331,7 @@ def _check_batches(played: _Played, batches: list[BatchRow], report: AuditReport
         if batch.version <= report.version:
             report.max_lag_trained = max(report.max_lag_trained, lag)
             trained[inside[~withheld]] = True
+    trained &= ~np.isin(played.key, failed)
     report.num_trained = int(np.count_nonzero(trained))
     for code, name in enumerate(played.env_names):
         here = played.env == code

@@ -154,7 +154,7 @@ class Actors(Section):
     episode_timeout_s: Positive = 300.0
     """Longest time one episode may take, sampling included."""
     max_invalid_share: Fraction = 0.5
-    """Above this share of invalid episodes (over the last 100 and more) the run stops with the reasons."""
+    """Above this share of invalid episodes (over the last 100 and more) the run stops with the reasons; below 1 also when the first 16 of an actor all fail."""
     sampler: Sampler = TorchSampler()
     sampling: Sampling = Sampling()
     device: str = "cpu"

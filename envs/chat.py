@@ -40,6 +40,7 @@ import numpy as np
 
 from ..errors import ConfigError, EnvError, InfraError, RollstreamError
 from . import loop
+from .blame import name_and_text, user_line
 from .messages import Message, ToolCall, assistant, problem_with, tool_result, user
 from .spaces import Assistant, Messages
 from .tools import BadCall, Tool, describe, is_tool, tool
@@ -292,11 +293,14 @@ class ChatEnv(gymnasium.Env[Observation, Message | str]):
         """Calls a user's method, sync or async; what it raises becomes an EnvError that names it."""
         try:
             result = method(*args, **kwargs)
-            return await result if inspect.isawaitable(result) else result
+            result = await result if inspect.isawaitable(result) else result
         except RollstreamError:
             raise
-        except Exception as error:
-            raise EnvError(f"{self._id}: {name} raised {type(error).__name__}: {error}") from error
+        except (Exception, SystemExit) as error:
+            raise EnvError(f"{self._id}: {name} raised {name_and_text(error)}{user_line(error)}") from error
+        if isinstance(result, tuple) and name != "task":
+            raise EnvError(f"{self._id}: {name} returned a tuple; return text, a message, a list of those, or rollstream.Turn(text, reward=…)")
+        return result
 
     async def _in_time(self, phase: str, work: Coroutine[Any, Any, Result]) -> Result:
         limit, started = self.step_timeout_s, time.monotonic()
@@ -317,6 +321,8 @@ class ChatEnv(gymnasium.Env[Observation, Message | str]):
         turn = reply if isinstance(reply, Turn) else Turn(reply)
         numbers: dict[str, Any] = {"reward": 0.0 if turn.reward is None else turn.reward, **turn.reward_parts, **turn.metrics}
         for name, value in numbers.items():
+            if isinstance(value, bool | np.bool_) and name not in turn.metrics:
+                raise EnvError(f"{self._id}: {method} returned {name} {value}; a reward is a number: write {float(value)} or float(…)")
             if not isinstance(value, int | float | np.number | np.bool_) or not math.isfinite(value):
                 raise EnvError(f"{self._id}: {method} returned {name} {value!r}; it must be a finite number")
         return turn

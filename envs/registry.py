@@ -14,6 +14,7 @@ import importlib
 import importlib.util
 import inspect
 import logging
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -26,6 +27,7 @@ import gymnasium
 from gymnasium.envs.registration import registry as _gymnasium
 
 from ..errors import ConfigError, EnvError, RollstreamError, UnknownEnv
+from .blame import name_and_text, user_line
 from .chat import ChatEnv
 
 logger = logging.getLogger(__name__)
@@ -147,15 +149,23 @@ def load_imports(imports: Iterable[str]) -> None:
         try:
             if name.endswith(".py"):
                 _import_file(Path(name))
+            elif os.sep in name or name.startswith((".", "~")):
+                what = "a folder" if Path(name).expanduser().is_dir() else "neither a .py file nor a module"
+                raise ConfigError(f"imports: {name} is {what}; name one file, such as {name.rstrip('/')}/my_env.py, or a module, such as package.my_env")
             else:
                 _search_last(Path.cwd())
                 importlib.import_module(name)
         except RollstreamError:
             raise
+        except SystemExit as error:
+            raise ConfigError(
+                f"imports: {name} called sys.exit({error}){user_line(error)}; a file that is imported must not end the process: "
+                "put what only a script does under if __name__ == '__main__'"
+            ) from error
         except Exception as error:
             if isinstance(error, ModuleNotFoundError) and error.name and (name == error.name or name.startswith(f"{error.name}.")):
                 raise ConfigError(f"imports: no module {name!r}; install it, run from the folder it lies in, or name a file such as envs/{name}.py") from error
-            raise ConfigError(f"imports: {name} failed: {_first_line(error)}{_line_of(error)}") from error
+            raise ConfigError(f"imports: {name} failed: {_said(error)}{_line_of(error)}") from error
 
 
 def _import_file(path: Path) -> None:
@@ -192,8 +202,8 @@ def _create(registration: Registration, **kwargs: Any) -> ChatEnv:
         env: object = entry(**kwargs)
     except RollstreamError:
         raise
-    except Exception as error:
-        raise EnvError(f"{env_id}: its constructor raised {type(error).__name__}: {_first_line(error)}") from error
+    except (Exception, SystemExit) as error:
+        raise EnvError(f"{env_id}: its constructor raised {name_and_text(error)}{user_line(error)}") from error
     if not isinstance(env, ChatEnv):
         raise ConfigError(f"{env_id}: {_name_of(entry)} made a {type(env).__name__}, not a rollstream.ChatEnv; derive its class from ChatEnv")
     for name in ("max_turns", "step_timeout_s", "episode_timeout_s"):
@@ -256,8 +266,17 @@ def _first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0]
 
 
+def _said(error: Exception) -> str:
+    """What an error of an import says; a syntax error without its place, which :func:`_line_of` gives, other errors than ours and Python's with their name."""
+    if isinstance(error, SyntaxError):
+        return error.msg
+    return _first_line(error) if isinstance(error, ImportError | NameError) else name_and_text(error)
+
+
 def _line_of(error: BaseException) -> str:
     """Where user code failed, as `` (file, line n)``."""
+    if line := user_line(error):
+        return line
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

@@ -67,6 +67,10 @@ def _of_data(batch: Batch, work: Work) -> dict[str, float]:
         "train/invalid_episodes": sum(trajectory.status == "failed" for trajectory in batch.trajectories),
         "train/age_drops": len(batch.withheld),
     }
+    played = [trajectory for trajectory in batch.trajectories if trajectory.status != "failed"]
+    if played:
+        cut = {reason: sum(trajectory.stop_reason == reason for trajectory in played) / len(played) for reason in ("turns", "length", "time")}
+        row |= {"train/truncated_share": sum(cut.values()), **{f"train/truncated_{reason}": share for reason, share in cut.items()}}
     if len(rewards):
         row["train/reward_mean"] = float(rewards.mean())
     if successes:

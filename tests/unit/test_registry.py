@@ -148,7 +148,7 @@ def test_arguments_nobody_takes_are_refused_in_one_line():
 
 def test_a_constructor_that_raises_is_an_environment_error():
     registry.register("demo/Echo-v0", Echo, kwargs={"fail": True})
-    with pytest.raises(EnvError, match=r"^demo/Echo-v0: its constructor raised RuntimeError: no server$"):
+    with pytest.raises(EnvError, match=r"^demo/Echo-v0: its constructor raised RuntimeError: no server at all \(test_registry\.py, line \d+\)$"):
         registry.make("demo/Echo-v0")
     assert registry.make("demo/Echo-v0", fail=False).reset()
 

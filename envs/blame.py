@@ -1,0 +1,37 @@
+"""Where in a user's code something went wrong, and what it said, in one line each."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+_MAX_TEXT = 300
+
+
+def one_line(error: BaseException) -> str:
+    """What an error says, without line breaks and not endless."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= _MAX_TEXT else f"{text[: _MAX_TEXT - 1]}…"
+
+
+def name_and_text(error: BaseException) -> str:
+    """``KeyError: 'answer'``; the name alone where the error says nothing."""
+    text = one_line(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def user_line(error: BaseException) -> str:
+    """`` (file.py, line n)`` of the innermost frame that is the user's: not ours, the standard library's or an installed package's; empty without one.
+
+    A syntax error names the line that cannot be read.
+    """
+    if isinstance(error, SyntaxError) and error.filename:
+        return f" ({Path(error.filename).name}, line {error.lineno})"
+    found, trace = "", error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        module = str(trace.tb_frame.f_globals.get("__name__", "")).partition(".")[0]
+        if module != "rollstream" and module not in sys.stdlib_module_names and "site-packages" not in code.co_filename and code.co_filename[:1] != "<":
+            found = f" ({Path(code.co_filename).name}, line {trace.tb_lineno})"
+        trace = trace.tb_next
+    return found
