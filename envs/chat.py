@@ -289,7 +289,7 @@ class ChatEnv(gymnasium.Env[Observation, Message | str]):
     def _id(self) -> str:
         return self.spec.id if self.spec is not None else type(self).__name__
 
-    async def _ask(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    async def _ask(self, name: str, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Calls a user's method, sync or async; what it raises becomes an EnvError that names it."""
         try:
             result = method(*args, **kwargs)

@@ -49,7 +49,7 @@ def assistant(content: str) -> Message:
     return {"role": "assistant", "content": content}
 
 
-def assistant_call(name: str, **arguments: object) -> Message:
+def assistant_call(name: str, /, **arguments: object) -> Message:
     """An assistant message that makes one tool call and says nothing else."""
     return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": name, "arguments": arguments}}]}
 

@@ -247,7 +247,7 @@ def test_environments_that_always_fail_end_the_actor_with_reasons(tmp_path: Path
         actor = made.actor()
         actor.join(30)
         assert isinstance(actor.error, EnvError)
-        assert "100 of the last 100 episodes of test-actor/Counting-v0 failed (100 env)" in str(actor.error)
+        assert "16 of the first 16 episodes of test-actor/Counting-v0 failed (16 env)" in str(actor.error)
         assert "respond raised KeyError: 'answer'" in str(actor.error)
 
 

@@ -149,7 +149,7 @@ def test_a_run_trains_every_version_and_leaves_rows_checkpoints_and_no_shared_me
 def test_a_row_has_the_names_people_plot(whole: tuple[Run, Recording]) -> None:
     names = {
         *(f"train/{name}" for name in ("reward_mean", "success", "advantage_std", "lag_max", "lag_mean", "tokens", "episodes", "degenerate_groups")),
-        *(f"train/{name}" for name in ("sequence_tokens_mean", "invalid_episodes", "age_drops")),
+        *(f"train/{name}" for name in ("sequence_tokens_mean", "invalid_episodes", "age_drops", "truncated_share", "truncated_length")),
         *(f"loss/{name}" for name in ("total", "entropy", "ratio_ess", "kl_old_k3", "clip_frac", "trust_masked_frac", "drift_mu_ess")),
         *(f"optim/{name}" for name in ("grad_norm", "learning_rate", "skipped_steps")),
         *(f"time/{name}_s" for name in ("step", "wait_batch", "prepare", "proximal", "forward_backward", "fence", "optimizer")),

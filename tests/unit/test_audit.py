@@ -6,6 +6,7 @@ import math
 import re
 import sqlite3
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from rollstream.buffer.types import Segment, Trajectory, TrajectoryKey
 from rollstream.buffer.window import Rules
 from rollstream.buffer.wire import Lease
 from rollstream.errors import RunFolderError
+from rollstream.summary import audit_lines
 
 RULES = Rules(2, 3, 1, 2, 0, 2, None, False, "Acme/Calculator-v0", 3, 1_000_000)
 
@@ -117,6 +119,28 @@ def test_the_drop_bias_compares_what_was_trained_with_what_was_played(tmp_path: 
     assert (bias.leased_tokens_mean, bias.trained_tokens_mean) == (40.0, 25.0)
     assert (bias.leased_reward_mean, bias.trained_reward_mean) == (1.0, 1.0)
     assert math.isclose(bias.trained_success_mean, 1 / 3)
+
+
+def test_failed_trajectories_are_told_apart_and_are_not_trained(tmp_path: Path) -> None:
+    stream = Stream(tmp_path)
+    stream.books = Books(stream.ledger, replace(RULES, max_attempts=1))
+    while (lease := stream.books.grant("actor-0", 0.0)) is not None:
+        played = [trajectory(lease, member, 20) for member in lease.members]
+        played[0] = replace(played[0], status="failed", stop_reason="infra" if lease.group_id else "env", reward=None)
+        played[1] = replace(played[1], status="truncated", stop_reason="length")
+        stream.store(played)
+    stream.train(1)
+    stream.close()
+    report = audit(tmp_path)
+    num_groups = report.num_leased
+    assert report.problems == []
+    assert report.failures == {"env": 1, "infra": num_groups - 1}
+    assert report.endings == {"length": num_groups, "terminated": num_groups}
+    assert report.num_trained == 4, "two groups of three, one failed in each"
+    assert report.bias["Acme/Calculator-v0"].num_trained == 4
+    lines = "\n".join(audit_lines(report))
+    assert f"failed {num_groups} (env 1, infra {num_groups - 1})" in lines
+    assert "terminated 50.0 %, turns 0.0 %, length 50.0 %, time 0.0 %" in lines
 
 
 def test_a_run_in_which_nothing_was_played_yet_closes(tmp_path: Path) -> None:

@@ -229,7 +229,8 @@ class Broken(ChatEnv):
         return "go"
 
     def respond(self, message):
-        return {"nothing": None, "number": 3, "nan": Turn(reward=float("nan")), "text": Turn(reward="1")}[message["content"]]
+        replies = {"nothing": None, "number": 3, "nan": Turn(reward=float("nan")), "text": Turn(reward="1")}
+        return {**replies, "bool": Turn(reward=True), "pair": ("a", 1.0)}[message["content"]]
 
     @tool
     def fail(self, how: str):
@@ -240,6 +241,8 @@ class Broken(ChatEnv):
             return None
         if how == "object":
             return object()
+        if how == "tuple":
+            return "text", 1.0
         raise ZeroDivisionError("division by zero")
 
 
@@ -250,6 +253,9 @@ class Broken(ChatEnv):
         ("number", "respond returned a message is a dict with role and content, not int"),
         ("nan", "respond returned reward nan; it must be a finite number"),
         ("text", "respond returned reward '1'"),
+        ("bool", "respond returned reward True; a reward is a number: write 1.0"),
+        ("pair", "Broken: respond returned a tuple; return text, a message, a list of those, or rollstream.Turn(text, reward=…)"),
+        (assistant_call("fail", how="tuple"), "Broken: fail returned a tuple; return text"),
         ("unheard of", "Broken: respond raised KeyError: 'unheard of'"),
         (assistant_call("fail", how="raise"), "Broken: fail raised ZeroDivisionError: division by zero"),
         (assistant_call("fail", how="none"), "Broken: fail returned None; return text"),
@@ -266,6 +272,21 @@ def test_a_mistake_in_user_code_names_environment_and_method(message, error):
     assert error in str(caught.value)
     assert "\n" not in str(caught.value)
     assert not isinstance(caught.value, InfraError)
+
+
+def test_a_tool_may_call_its_arguments_what_it_likes():
+    class Names(ChatEnv):
+        def start(self, task):
+            return "go"
+
+        @tool
+        def greet(self, name: str, method: str):
+            """Greet."""
+            return f"{name} {method}"
+
+    env = Names()
+    env.reset()
+    assert env.step(assistant_call("greet", name="Ada", method="wave"))[0][0]["content"] == "Ada wave"
 
 
 def test_an_infrastructure_failure_stays_one():

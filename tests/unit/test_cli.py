@@ -146,6 +146,20 @@ def test_a_warm_up_for_an_environment_without_demonstrations_says_what_to_write(
     assert [entry.name for entry in here.iterdir() if entry.name != "__pycache__"] == ["silent.py"]
 
 
+def test_an_environment_that_raises_is_refused_before_a_run_and_a_tool_without_docstring_is_noticed(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "silent.py").write_text(ENV_FILE)
+    (here / "broken.py").write_text(ENV_FILE.replace("Silent", "Broken") + "\n\ndef fail(self, message):\n    return 1 / 0\n\n\nBroken.respond = fail\n")
+    (here / "plain.py").write_text(ENV_FILE.replace("Silent", "Plain") + "\n\nPlain.look = rollstream.tool(lambda self: 'dark')\n")
+    chosen = ("warmup=null", "imports=[broken.py]", "env={id: demo/Broken-v0}")
+    line = refused(capsys, "check", "quickstart", *chosen)
+    assert "demo/Broken-v0: respond raised ZeroDivisionError: division by zero (broken.py, line " in line
+    assert refused(capsys, "train", "quickstart", *chosen) == line
+    assert not (here / "runs").exists()
+    code, _, err = call(capsys, "check", "quickstart", "warmup=null", "imports=[plain.py]", "env={id: demo/Plain-v0}")
+    assert code == 0
+    assert err.strip() == "notice: demo/Plain-v0: tool look has no docstring; the policy reads what a tool does there, write one"
+
+
 def test_a_folder_that_holds_a_run_is_refused_with_the_three_ways_on(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     create_run(load_config("quickstart"), resume=False)
     before = sorted(here.rglob("*"))

@@ -181,6 +181,14 @@ def test_an_id_may_name_its_module(mine, monkeypatch):
         ("needs.py", "import nowhere_to_be_found\n", "imports: needs.py failed: No module named 'nowhere_to_be_found' (needs.py, line 1)"),
         ("unversioned.py", "from rollstream import register\nregister('a', None)\n", "'a' is not an environment id"),
         ("syntax.py", "def f(:\n", "imports: syntax.py failed: invalid syntax (syntax.py, line 1)"),
+        ("empty_key.py", "x = {}\nx['a']\n", "imports: empty_key.py failed: KeyError: 'a' (empty_key.py, line 2)"),
+        (
+            "leaves.py",
+            "import sys\nsys.exit(3)\n",
+            "imports: leaves.py called sys.exit(3) (leaves.py, line 2); a file that is imported must not end",
+        ),
+        ("/tmp", None, "imports: /tmp is a folder; name one file, such as /tmp/my_env.py, or a module"),
+        ("some/where", None, "imports: some/where is neither a .py file nor a module"),
     ],
 )
 def test_an_import_that_fails_gets_one_line(name, text, error, tmp_path, monkeypatch):
@@ -192,6 +200,16 @@ def test_an_import_that_fails_gets_one_line(name, text, error, tmp_path, monkeyp
             registry.load_imports([name])
         assert error in str(caught.value)
         assert "\n" not in str(caught.value)
+        assert "frozen" not in str(caught.value)
+        assert str(caught.value).count("line 1") <= 1
+
+
+def test_a_syntax_error_in_a_module_names_its_own_line(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "outer_module.py").write_text("import inner_module\n")
+    (tmp_path / "inner_module.py").write_text("x = 1\ny = (\n")
+    with pytest.raises(ConfigError, match=r"^imports: outer_module failed: '\(' was never closed \(inner_module\.py, line 2\)$"):
+        registry.load_imports(["outer_module"])
 
 
 def test_a_spawned_process_finds_everything_again(mine):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
+import re
+import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -12,8 +15,9 @@ import pytest
 import xxhash
 
 from rollstream import models
+from rollstream.actors.endings import LENGTH_AFTER, MAX_KINDS, Endings
 from rollstream.actors.env_pool import EnvPool
-from rollstream.actors.invalid import WINDOW, InvalidShare
+from rollstream.actors.invalid import FIRST, WINDOW, InvalidShare
 from rollstream.actors.record import Record
 from rollstream.actors.rollout import Player, Renderers, sampling_seed
 from rollstream.actors.sampler import Completion, SamplingParams
@@ -314,9 +318,64 @@ def test_too_many_invalid_episodes_stop_the_run_with_reasons_and_the_commonest_e
 
 def test_few_episodes_say_nothing_and_a_bound_of_one_allows_everything() -> None:
     strict, lenient = InvalidShare(0.0), InvalidShare(1.0)
-    for _ in range(WINDOW - 1):
+    strict.count(passed())
+    for _ in range(WINDOW - 2):
         strict.count(failed("x"))
     for _ in range(WINDOW * 2):
         lenient.count(failed("x"))
     with pytest.raises(EnvError):
         strict.count(failed("x"))
+
+
+def test_the_first_sixteen_episodes_of_an_actor_must_not_all_fail() -> None:
+    guard, mixed = InvalidShare(0.5), InvalidShare(0.5)
+    for _ in range(FIRST - 1):
+        guard.count(failed("no such key"))
+    with pytest.raises(EnvError, match=r"16 of the first 16 episodes of a/B-v0 failed \(16 env\).*\(16×\): no such key"):
+        guard.count(failed("no such key"))
+    mixed.count(passed())
+    for _ in range(FIRST * 2):
+        mixed.count(failed("no such key"))
+
+
+async def test_the_first_failure_of_each_kind_is_logged_with_line_and_trace(guided: Guided, caplog: pytest.LogCaptureFixture) -> None:
+    made = player(guided, "raise")
+    for member in range(3):
+        await made.play(lease(), member)
+    records = [record for record in caplog.records if record.levelname == "WARNING" and record.name.endswith("endings")]
+    assert len(records) == 1
+    assert re.search(r"episode=failed status=failed stop_reason=env env=test-rollout/Echo-v0 error=.*\(test_rollout\.py, line \d+\)", records[0].getMessage())
+    assert "Traceback" in caplog.text
+    assert "in respond" in caplog.text
+
+
+def test_failures_with_ever_new_texts_stop_being_logged(caplog: pytest.LogCaptureFixture) -> None:
+    endings = Endings()
+    for number in range(MAX_KINDS * 2):
+        endings.failed(EnvError(f"number {number}"), "env", "a/B-v0")
+    assert len(caplog.records) == MAX_KINDS
+    assert caplog.records[-1].getMessage().endswith("further_kinds=not_logged")
+
+
+def test_episodes_cut_for_length_are_told_once_with_the_remedy(caplog: pytest.LogCaptureFixture) -> None:
+    endings = Endings()
+    cut = dataclasses.replace(passed(), status="truncated", stop_reason="length")
+    for _ in range(LENGTH_AFTER // 2):
+        endings.count(passed())
+        endings.count(cut)
+    assert not caplog.records, "exactly half is not more than half"
+    for _ in range(5):
+        endings.count(cut)
+    assert len(caplog.records) == 1
+    assert "actors.sampling.max_trajectory_tokens" in caplog.text
+    assert "actors.sampling.max_turn_tokens" in caplog.text
+
+
+def test_an_environment_that_cannot_be_closed_costs_a_warning(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = EnvPool("test-rollout/Echo-v0", {})
+    env = pool.take("test-rollout/Echo-v0")
+    monkeypatch.setattr(env, "close", lambda: sys.exit(4))
+    pool.give_back(env, "test-rollout/Echo-v0")
+    pool.close()
+    assert "close=failed" in caplog.text
+    assert "SystemExit: 4" in caplog.text

@@ -1,0 +1,182 @@
+"""What an environment does wrong is known before a run, in one line."""
+
+# the environments here are written as a user would write them
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from typing import Any, Literal
+
+import pytest
+
+from rollstream.envs import registry
+from rollstream.envs.chat import ChatEnv, Turn, tool
+from rollstream.envs.trial import sample_arguments, try_out
+from rollstream.errors import ConfigError, InfraError
+
+ID = "test-trial/It-v0"
+
+
+class Good(ChatEnv):
+    def start(self, task):
+        return "hi"
+
+    def respond(self, message):
+        return Turn("ok", done=True)
+
+
+class StartRaises(Good):
+    def start(self, task):
+        raise KeyError("no such task")
+
+
+class StartHangs(Good):
+    async def start(self, task):
+        await asyncio.sleep(60)
+
+
+class RespondSleeps(Good):
+    def respond(self, message):
+        time.sleep(5)
+
+
+class RespondExits(Good):
+    def respond(self, message):
+        sys.exit(3)
+
+
+class RespondTuple(Good):
+    def respond(self, message):
+        return "ok", 1.0, True
+
+
+class StartTuple(Good):
+    def start(self, task):
+        return "ok", {}
+
+
+class ToolTuple(Good):
+    @tool
+    def look(self, where: str):
+        """Look."""
+        return "ok", 1.0
+
+
+class BoolReward(Good):
+    def respond(self, message):
+        return Turn("ok", reward=True)
+
+
+class ToolRaises(Good):
+    @tool
+    def look(self, where: Literal["left", "right"], times: int, hint: str = "none"):
+        """Look."""
+        return [1][times]
+
+
+class NoServer(Good):
+    def start(self, task):
+        raise InfraError("the store is down")
+
+
+class NoStart(ChatEnv):
+    def respond(self, message):
+        return "ok"
+
+
+class NoHint(Good):
+    @tool
+    def look(self, where):
+        """Look."""
+
+
+class CloseRaises(Good):
+    def close(self):
+        raise OSError("still open")
+
+
+def registered(monkeypatch: pytest.MonkeyPatch, env_class: type[ChatEnv]) -> None:
+    monkeypatch.setattr(registry, "_registrations", dict(registry._registrations))
+    monkeypatch.setattr(registry, "_gymnasium", registry._gymnasium)
+    registry._registrations.pop(ID, None)
+    registry._gymnasium.pop(ID, None)
+    registry.register(ID, env_class)
+
+
+@pytest.mark.parametrize(
+    ("env_class", "line"),
+    [
+        (StartRaises, "test-trial/It-v0: start raised KeyError: 'no such task' (test_trial.py, line "),
+        (StartHangs, "test-trial/It-v0: start did not return within 0.3 s; make it faster, or allow more with register(…, step_timeout_s=…)"),
+        (RespondSleeps, "test-trial/It-v0: respond did not return within 0.3 s"),
+        (RespondExits, "test-trial/It-v0: respond raised SystemExit: 3 (test_trial.py, line "),
+        (RespondTuple, "test-trial/It-v0: respond returned a tuple; return text, a message, a list of those, or rollstream.Turn(text, reward=…)"),
+        (StartTuple, "test-trial/It-v0: start returned a tuple"),
+        (ToolTuple, "test-trial/It-v0: look returned a tuple"),
+        (BoolReward, "test-trial/It-v0: respond returned reward True; a reward is a number: write 1.0"),
+        (ToolRaises, "test-trial/It-v0: look raised IndexError: list index out of range (test_trial.py, line "),
+        (NoServer, "test-trial/It-v0: the store is down"),
+        (NoStart, "test-trial/It-v0: NoStart has no start(self, task)"),
+        (NoHint, "test-trial/It-v0: tool NoHint.look: argument where has no type hint"),
+        (CloseRaises, "test-trial/It-v0: close raised OSError: still open (test_trial.py, line "),
+    ],
+)
+def test_a_faulty_environment_is_refused_in_one_line(env_class: type[ChatEnv], line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    registered(monkeypatch, env_class)
+    started = time.monotonic()
+    with pytest.raises(ConfigError) as caught:
+        try_out(ID, {}, limit_s=0.3 if "did not return" in line else 20.0)
+    assert str(caught.value).startswith(line)
+    assert "\n" not in str(caught.value)
+    assert time.monotonic() - started < 4, "a hanging method is not waited for"
+
+
+def test_every_tool_is_called_once_after_a_fresh_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[Any] = []
+
+    class Tools(Good):
+        def start(self, task):
+            heard.append("reset")
+            return "hi"
+
+        @tool
+        def first(self, name: str, sizes: list[int], side: Literal["left", "right"], extra: int = 3):
+            """Do the first."""
+            heard.append((name, sizes, side, extra))
+            return Turn("done", done=True)
+
+        @tool
+        def second(self, share: float | None, options: dict[str, bool]):
+            heard.append((share, options))
+            return "done"
+
+        def close(self):
+            heard.append("close")
+
+    registered(monkeypatch, Tools)
+    notices = try_out(ID, {})
+    assert heard == ["reset", "reset", ("x", [1], "left", 3), "reset", (1.0, {"x": True}), "close"]
+    assert notices == [f"{ID}: tool second has no docstring; the policy reads what a tool does there, write one"]
+
+
+def test_a_longer_step_timeout_of_the_environment_counts_in_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(Good):
+        step_timeout_s = 5.0
+
+        async def start(self, task):
+            await asyncio.sleep(0.5)
+            return "hi"
+
+    registered(monkeypatch, Slow)
+    assert try_out(ID, {}, limit_s=0.2) == []
+
+
+def test_sample_arguments_fit_a_schema_without_a_type() -> None:
+    properties = {"a": {}, "b": {"type": "null"}, "c": {"type": "array"}}
+    assert sample_arguments({"properties": properties, "required": ["a", "b", "c"]}) == {
+        "a": "x",
+        "b": None,
+        "c": [],
+    }
