@@ -16,14 +16,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def close_env(env: ChatEnv, env_id: str) -> None:
-    """Closes an environment. What its code raises then costs a warning: its episodes are played."""
-    try:
-        env.close()
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's code may raise anything
-        logger.warning("env=%s close=failed error=%s", env_id, json.dumps(f"{name_and_text(error)}{user_line(error)}"))
-
-
 class EnvPool:
     """Idle environments by id. ``kwargs`` go to the constructor of ``env_id``; other ids are made as they were registered."""
 
@@ -31,6 +23,7 @@ class EnvPool:
         self._env_id = env_id
         self._kwargs = kwargs
         self._idle: dict[str, list[ChatEnv]] = {}
+        self._told: set[str] = set()
 
     def take(self, env_id: str) -> ChatEnv:
         """An environment nobody else uses. Raises what :func:`rollstream.envs.registry.make` raises."""
@@ -41,9 +34,18 @@ class EnvPool:
         """Keeps an environment for the next episode. One whose episode failed is closed instead: who knows what it holds."""
         self._idle.setdefault(env_id, []).append(env)
 
+    def discard(self, env: ChatEnv, env_id: str) -> None:
+        """Closes an environment. What its code raises then costs one warning, told once, and no more: its episodes are played."""
+        try:
+            env.close()
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's code may raise anything
+            if env_id not in self._told:
+                self._told.add(env_id)
+                logger.warning("env=%s close=failed error=%s", env_id, json.dumps(f"{name_and_text(error)}{user_line(error)}"))
+
     def close(self) -> None:
         """Closes the idle ones."""
         for env_id, envs in self._idle.items():
             for env in envs:
-                close_env(env, env_id)
+                self.discard(env, env_id)
         self._idle.clear()

@@ -27,7 +27,6 @@ from ..envs.blame import name_and_text, user_line
 from ..envs.renderer import Renderer
 from ..errors import EnvError, InfraError
 from .endings import Endings
-from .env_pool import close_env
 from .record import Record
 from .sampler import SamplingParams
 
@@ -124,7 +123,7 @@ class Player:
             outcome = Outcome("failed", "infra" if isinstance(error, InfraError) else "env", str(error))
             self.endings.failed(error, outcome.stop_reason, lease.env_id)
             if env is not None:
-                close_env(env, lease.env_id)
+                self.envs.discard(env, lease.env_id)
         finally:
             await self.sampler.release(session)
         trajectory = self._trajectory(lease, member, episode, outcome)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import re
 import sqlite3
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from rollstream.buffer.audit import audit
 from rollstream.buffer.books import Books
@@ -23,8 +25,10 @@ from rollstream.buffer.recovery import forget
 from rollstream.buffer.types import Segment, Trajectory, TrajectoryKey
 from rollstream.buffer.window import Rules
 from rollstream.buffer.wire import Lease
+from rollstream.configs.loader import load_config
+from rollstream.configs.run_folder import Run
 from rollstream.errors import RunFolderError
-from rollstream.summary import audit_lines
+from rollstream.summary import Ending, audit_lines, print_summary
 
 RULES = Rules(2, 3, 1, 2, 0, 2, None, False, "Acme/Calculator-v0", 3, 1_000_000)
 
@@ -141,6 +145,12 @@ def test_failed_trajectories_are_told_apart_and_are_not_trained(tmp_path: Path) 
     lines = "\n".join(audit_lines(report))
     assert f"failed {num_groups} (env 1, infra {num_groups - 1})" in lines
     assert "terminated 50.0 %, turns 0.0 %, length 50.0 %, time 0.0 %" in lines
+    (tmp_path / "metrics.jsonl").write_text('{"version": 1, "train/reward_mean": 0.5}\n')
+    console = Console(record=True, width=200, quiet=False, file=io.StringIO())
+    print_summary(Run(tmp_path, load_config("quickstart"), "a" * 32), Ending(0, 1.0, {}, 0, ["rollstream", "train", "x"]), console)
+    told = console.export_text()
+    assert f"{num_groups * 3} generated, 4 trained, failed {num_groups} (env 1, infra {num_groups - 1})" in told
+    assert "terminated 50.0 %, turns 0.0 %, length 50.0 %, time 0.0 %" in told
 
 
 def test_a_run_in_which_nothing_was_played_yet_closes(tmp_path: Path) -> None:

@@ -371,11 +371,12 @@ def test_episodes_cut_for_length_are_told_once_with_the_remedy(caplog: pytest.Lo
     assert "actors.sampling.max_turn_tokens" in caplog.text
 
 
-def test_an_environment_that_cannot_be_closed_costs_a_warning(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environments_that_cannot_be_closed_cost_one_warning(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     pool = EnvPool("test-rollout/Echo-v0", {})
-    env = pool.take("test-rollout/Echo-v0")
-    monkeypatch.setattr(env, "close", lambda: sys.exit(4))
-    pool.give_back(env, "test-rollout/Echo-v0")
+    monkeypatch.setattr(Echo, "close", lambda _: sys.exit(4))
+    for env in [pool.take("test-rollout/Echo-v0") for _ in range(3)]:
+        pool.give_back(env, "test-rollout/Echo-v0")
     pool.close()
+    assert len(caplog.records) == 1
     assert "close=failed" in caplog.text
     assert "SystemExit: 4" in caplog.text
