@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import random
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from rollstream.buffer.audit import audit
@@ -55,8 +57,10 @@ def test_killed_actors_buffers_learners_and_whole_runs_cost_no_lease_and_no_vers
             job.wait_for_version(job.version() + draw.randint(1, 2))
             time.sleep(draw.random() * 0.3)
             if victim == "everything":
+                job.note_roles()
                 for process in (job.process, *job.roles.values()):
-                    process.kill()
+                    with contextlib.suppress(psutil.NoSuchProcess):  # those that were killed before
+                        process.kill()
                 job.process.communicate()
             elif victim == "learner":
                 job.role(victim).kill()
