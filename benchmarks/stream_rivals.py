@@ -51,7 +51,7 @@ RIVALS: dict[str, tuple[Callable[[Trajectory], Any], Callable[[Any], bytes], Cal
 }
 
 
-def _send(endpoint: str, name: str, pool: list[Trajectory], stop: Any) -> None:  # noqa: ANN401 - a multiprocessing event
+def _send(endpoint: str, name: str, pool: list[Trajectory], stop: Any) -> None:
     convert, pack, _ = RIVALS[name]
     context = zmq.Context()
     socket = context.socket(zmq.PUSH)
@@ -83,7 +83,7 @@ class Pipe:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._context.term()
+        self._context.destroy(0)
         self._folder.cleanup()
 
     def measure(self, name: str, pool: list[Trajectory], seconds: float) -> tuple[float, float]:
@@ -94,6 +94,7 @@ class Pipe:
         stop = SPAWN.Event()
         producer = SPAWN.Process(target=_send, args=(endpoint, name, pool, stop), daemon=True)
         with self._context.socket(zmq.PULL) as socket:
+            socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.RCVHWM, 64)
             socket.setsockopt(zmq.RCVTIMEO, 30_000)
             socket.bind(endpoint)
@@ -128,7 +129,7 @@ def ray_rates(pool: list[Trajectory], seconds: float, repeats: int) -> dict[str,
         def put_some(self, num: int) -> list[Any]:
             return [ray.put(items[index % len(items)]) for index in range(num)]
 
-        def fill(self, queue: Any, num: int) -> None:  # noqa: ANN401
+        def fill(self, queue: Any, num: int) -> None:
             for index in range(num):
                 queue.put(items[index % len(items)])
 

@@ -111,8 +111,14 @@ def encode(trajectories: Sequence[Trajectory]) -> pa.RecordBatch:
             small.append((*shared, index, segment.turn_roles, segment.turn_rewards, spans))
     try:
         columns: dict[str, pa.Array] = dict(zip((field.name for field in _SMALL), pa.array(small, _SMALL).flatten(), strict=True))
+        known: dict[tuple[int, ...], tuple[int, pa.Buffer]] = {}
         for name, list_type, dtype in _LISTS:
-            columns[name] = _lists([getattr(segment, name) for segment in segments], list_type, dtype)
+            arrays = [getattr(segment, name) for segment in segments]
+            lengths = tuple(map(len, arrays))
+            offsets = known.get(lengths)
+            if offsets is None:  # columns of one length share them
+                offsets = known[lengths] = _offsets(lengths)
+            columns[name] = _lists(arrays, *offsets, list_type, dtype)
     except (pa.ArrowException, ValueError, OverflowError) as error:
         named = trajectories[0].key if len(trajectories) == 1 else f"one of {len(trajectories)} trajectories"
         raise DataRefused(f"{named} does not fit the columns of the stream: {error}") from error
@@ -120,20 +126,23 @@ def encode(trajectories: Sequence[Trajectory]) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays([columns[name] for name in SCHEMA.names], schema=SCHEMA)
 
 
-def _lists(arrays: list[npt.NDArray[Any]], list_type: pa.ListType, dtype: np.dtype[Any]) -> pa.Array:
+def _offsets(lengths: Sequence[int]) -> tuple[int, pa.Buffer]:
+    """Sum of ``lengths``, and the offsets of lists of these lengths."""
+    offsets = list(itertools.accumulate(lengths, initial=0))
+    if offsets[-1] > _INT32_MAX:
+        raise ValueError(f"one record batch holds at most {_INT32_MAX} tokens, this one has {offsets[-1]}; append fewer trajectories at a time")
+    return offsets[-1], pa.py_buffer(np.array(offsets, np.int32))
+
+
+def _lists(arrays: list[npt.NDArray[Any]], total: int, offsets: pa.Buffer, list_type: pa.ListType, dtype: np.dtype[Any]) -> pa.Array:
     """One list per array, values concatenated once, into memory of Arrow's pool (fresh pages cost more than the copy)."""
-    offsets = np.zeros(len(arrays) + 1, np.int64)
-    np.fromiter(map(len, arrays), np.int64, len(arrays)).cumsum(out=offsets[1:])
-    total = int(offsets[-1])
-    if total > _INT32_MAX:
-        raise ValueError(f"one record batch holds at most {_INT32_MAX} tokens, this one has {total}; append fewer trajectories at a time")
     if not all(array.dtype == dtype for array in arrays):
         arrays = [_converted(array, dtype) for array in arrays]
     target = pa.allocate_buffer(total * dtype.itemsize)
     if total:
         np.concatenate(arrays, out=np.frombuffer(target, dtype))
     values = pa.Array.from_buffers(list_type.value_type, total, [None, target], 0)
-    return pa.Array.from_buffers(list_type, len(arrays), [None, pa.py_buffer(offsets.astype(np.int32))], 0, children=[values])
+    return pa.Array.from_buffers(list_type, len(arrays), [None, offsets], 0, children=[values])
 
 
 _INT32_MAX = int(np.iinfo(np.int32).max)

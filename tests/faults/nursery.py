@@ -153,6 +153,11 @@ def live(folder: Path, config: Config, run_id: str, command: dict[str, Any]) -> 
         Learner(run, command["seed"], command["step_s"], command["every"]).learn(stop)
 
 
+def answer(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
 def main() -> None:
     folder = Path(sys.argv[1])
     config, run_id = Config.model_validate(json.loads(sys.argv[2])), sys.argv[3]
@@ -167,7 +172,7 @@ def main() -> None:
             for pid in command["kill"]:
                 os.waitpid(pid, 0)
                 children.discard(pid)
-            print("killed", flush=True)
+            answer("killed")
             continue
         pid = os.fork()
         if pid == 0:
@@ -180,7 +185,7 @@ def main() -> None:
             finally:
                 os._exit(code)
         children.add(pid)
-        print(pid, flush=True)
+        answer(str(pid))
     for pid in children:
         os.kill(pid, signal.SIGKILL)
 

@@ -40,7 +40,7 @@ world_module, nursery = beside("world"), beside("nursery")
 def seed() -> int:
     """Printed when the test fails; give it as ROLLSTREAM_FAULT_SEED to draw the same kills again."""
     seed = int(os.environ.get("ROLLSTREAM_FAULT_SEED", time.time_ns() % 2**31))
-    print(f"ROLLSTREAM_FAULT_SEED={seed}")
+    sys.stdout.write(f"ROLLSTREAM_FAULT_SEED={seed}\n")
     return seed
 
 

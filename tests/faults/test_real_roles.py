@@ -44,7 +44,7 @@ def jobs() -> Iterator[list[Any]]:
 
 def test_killed_actors_buffers_learners_and_whole_runs_cost_no_lease_and_no_version(tmp_path: Path, jobs: list[Any]) -> None:
     seed = int(os.environ.get("ROLLSTREAM_FAULT_SEED", time.time_ns() % 2**31))
-    print(f"ROLLSTREAM_FAULT_SEED={seed}")
+    sys.stdout.write(f"ROLLSTREAM_FAULT_SEED={seed}\n")
     draw = random.Random(seed)
     start = supervisor_tests().Job
     arguments = (f"learner.versions={LAST}", "learner.checkpoint.every=3", "learner.checkpoint.keep_last=2")
