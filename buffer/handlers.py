@@ -248,19 +248,20 @@ class Handlers:
         verdicts = [self.books.receive(fact, self._next_append_id) for fact in found]
         stored = [fact for fact, verdict in zip(found, verdicts, strict=True) if verdict == "store"]
         if stored:
-            self._store(stored, frame, batch)
+            self._store(stored, frame, batch, message.checksum)
         counters = self.books.counters
         counters["episodes"] += len(found) - verdicts.count("duplicate")
         for verdict in ("duplicate", "superseded", "retry"):
             counters[_COUNTED_AS[verdict]] += verdicts.count(verdict)
         self._send(peer.route, request_id, wire.Appended(len(stored), verdicts.count("superseded")))
 
-    def _store(self, stored: list[Fact], frame: pa.Buffer, batch: pa.RecordBatch) -> None:
+    def _store(self, stored: list[Fact], frame: pa.Buffer, batch: pa.RecordBatch, checksum: int) -> None:
         """Writes the frame as it came; where some of its rows were not accepted, a frame of the others."""
         num_rows = sum(fact.num_rows for fact in stored)
         if num_rows < batch.num_rows:
             frame = to_frame(rows_of(batch, [fact.first_row + index for fact in stored for index in range(fact.num_rows)]))
-        location = self.log.append(frame, frame_checksum(frame))
+            checksum = frame_checksum(frame)
+        location = self.log.append(frame, checksum)
         self.books.ledger.put_append(self._next_append_id, location, num_rows, len(stored))
         self._next_append_id += 1
         counters = self.books.counters

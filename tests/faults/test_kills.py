@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 NUM_ROUNDS, KILLS_PER_ROUND = 5, 22
 VICTIMS = {"buffer": 0.25, "actor-0": 0.2, "actor-1": 0.15, "learner": 0.3, "all": 0.1}

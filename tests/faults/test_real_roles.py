@@ -17,7 +17,7 @@ import pytest
 
 from rollstream.buffer.audit import audit
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 LAST = 36
 ROUNDS = (("actor-0", "buffer", "actor-0", "learner"), ("buffer", "actor-0", "everything"))
