@@ -11,6 +11,7 @@
     ├── StreamError (RuntimeError)          the stream between roles
     │   ├── Refused                         the buffer refused a message, with its reason
     │   ├── DeadlineExceeded (TimeoutError) nobody answered in time; names whom we waited for
+    │   ├── DiskFull (OSError)              the disk of the stream takes no more; nothing acknowledged is lost
     │   └── Corrupt (ValueError)            stored or received bytes do not match their checksum or schema
     ├── WeightsError (RuntimeError)         pushed weights that do not match their manifest
     ├── DataRefused (ValueError)            a batch that must not train, naming the trajectory
@@ -31,6 +32,7 @@ __all__ = [
     "Corrupt",
     "DataRefused",
     "DeadlineExceeded",
+    "DiskFull",
     "EnvError",
     "InfraError",
     "MissingExtra",
@@ -113,6 +115,10 @@ class Refused(StreamError):
 
 class DeadlineExceeded(StreamError, TimeoutError):
     """Nobody answered in time; the message names whom we waited for and for how long."""
+
+
+class DiskFull(StreamError, OSError):
+    """The disk that holds the stream takes no more; what was acknowledged is on it, what was not is kept until it does."""
 
 
 class Corrupt(StreamError, ValueError):

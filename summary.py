@@ -116,6 +116,9 @@ def audit_lines(report: AuditReport) -> Iterator[str]:
         yield f"             {told}"
     if report.endings:
         yield f"ended        {_ended(report)}"
+    if report.num_sealed or report.num_removed:
+        removed = f", {report.num_removed:,} trajectories removed by retention (buffer.keep_gb)" if report.num_removed else ""
+        yield f"sealed       {_plural(report.num_sealed, 'segment')}{removed}"
     yield f"lag          at most {report.max_lag_trained} trained, {report.lag_bound} allowed; {report.num_age_drops:,} trajectories withheld for age"
     for env_id, bias in report.bias.items():
         yield f"{env_id}: trained {bias.num_trained:,} of {bias.num_leased:,} trajectories; means of the trained and of all:"

@@ -194,7 +194,8 @@ def waits(snapshot: Snapshot) -> str:
         return snapshot.phase
     if snapshot.status is None:
         return "the buffer has not answered yet"
-    found = [f"learner waits for {snapshot.status.learner_waits_for}"] if snapshot.status.learner_waits_for else []
+    found = [snapshot.status.holds_for] if snapshot.status.holds_for else []
+    found += [f"learner waits for {snapshot.status.learner_waits_for}"] if snapshot.status.learner_waits_for else []
     found += [f"{peer.peer_id} waits for {peer.waiting_for}" for peer in snapshot.status.peers if peer.waiting_for and peer.role == "actor"]
     return "; ".join(found)
 

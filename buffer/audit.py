@@ -23,11 +23,13 @@ from .columns import SCHEMA_MESSAGE, from_frame
 from .facts import Lists, sampled
 from .ledger import BatchRow, Ledger
 from .log import Location, segment_path
+from .sealed import Sealed, SealedFile, file_checksum, sealed_path
 
 Ints = npt.NDArray[np.int64]
 Column = npt.NDArray[Any]
 
 _READ = ("group_id", "member", "attempt", "env_id", "reward", "env_metrics", "loss_mask", "version_starts", "version_values")
+_UNSAMPLED = np.iinfo(np.int32).max
 _MAX_NAMED = 5  # problems of one kind that are spelled out
 
 
@@ -56,7 +58,8 @@ class AuditReport:
     ended. ``num_repeated`` are failed attempts that were played again.
 
     ``problems`` is empty in a sound run. ``unrecorded_bytes`` lie behind what the ledger recorded: appends a live buffer is just making, or was making when it
-    was killed; nobody was told they were stored.
+    was killed; nobody was told they were stored. ``num_sealed`` segments are Parquet; ``num_removed`` trajectories lay in segments that retention removed, so
+    only the ledger still speaks of them.
     """
 
     folder: Path
@@ -73,6 +76,8 @@ class AuditReport:
     num_trajectories: int = 0
     size_bytes: int = 0
     unrecorded_bytes: int = 0
+    num_sealed: int = 0
+    num_removed: int = 0
     num_trained: int = 0
     max_lag_trained: int = 0
     lag_bound: int = 0
@@ -105,9 +110,9 @@ def audit(folder: Path) -> AuditReport:
             discarded = list(ledger.rows("SELECT group_id, member, attempt, append_id FROM discarded"))
             appends = list(ledger.locations())
             rows_recorded = dict(ledger.rows("SELECT append_id, num_rows FROM appends"))
+        rows = _read_log(folder / "stream", ledger, appends, rows_recorded, report)
     finally:
         ledger.close()
-    rows = _read_log(folder / "stream", appends, rows_recorded, report)
     played = _per_trajectory(rows)
     _match_members(played, np.array(members, np.int64).reshape(-1, 4), np.array(discarded, np.int64).reshape(-1, 4), report)
     _check_batches(played, batches, failed, report)
@@ -180,7 +185,7 @@ class _Rows:
     env_names: list[str]
 
 
-def _read_log(folder: Path, appends: Iterable[tuple[int, Location]], rows_recorded: dict[int, int], report: AuditReport) -> _Rows:
+def _read_log(folder: Path, ledger: Ledger, appends: Iterable[tuple[int, Location]], rows_recorded: dict[int, int], report: AuditReport) -> _Rows:
     """Every recorded append, its checksum verified, one segment at a time."""
     parts: list[list[Column]] = []
     names: dict[str, int] = {}
@@ -189,6 +194,13 @@ def _read_log(folder: Path, appends: Iterable[tuple[int, Location]], rows_record
         by_segment.setdefault(location.segment, []).append((append_id, location))
     for segment, found in sorted(by_segment.items()):
         batches = _read_segment(segment_path(folder, segment), found, rows_recorded, report)
+        if batches is None:  # sealed, maybe at this very moment: the ledger knows before the original goes
+            sealed = {known.segment: (known, removed) for known, removed in ledger.segments()}
+            batches = _read_sealed(folder, sealed.get(segment), found, rows_recorded, report)
+            if batches is None:
+                parts.append(_removed(ledger, found, names))
+                report.num_removed += len(parts[-1][0])
+                continue
         if batches:
             table = pa.Table.from_batches([batch.select(_READ) for _, batch in batches]).combine_chunks()
             ids = np.repeat(np.array([append_id for append_id, _ in batches]), [batch.num_rows for _, batch in batches])
@@ -197,16 +209,20 @@ def _read_log(folder: Path, appends: Iterable[tuple[int, Location]], rows_record
         if int(path.stem) not in by_segment:
             report.unrecorded_bytes += max(0, path.stat().st_size - len(SCHEMA_MESSAGE))
     joined = [np.concatenate(column) for column in zip(*parts, strict=True)] if parts else [np.empty(0, np.int64)] * 10
-    report.num_rows = len(joined[0])
+    report.num_rows = len(joined[0]) - report.num_removed
     return _Rows(*joined, env_names=list(names))
 
 
-def _read_segment(path: Path, appends: list[tuple[int, Location]], rows_recorded: dict[int, int], report: AuditReport) -> list[tuple[int, pa.RecordBatch]]:
+Appends = list[tuple[int, pa.RecordBatch]]
+
+
+def _read_segment(path: Path, appends: list[tuple[int, Location]], rows_recorded: dict[int, int], report: AuditReport) -> Appends | None:
+    """The appends of a segment that lies as it was written; None where there is none."""
     end = max(location.offset + location.size_bytes for _, location in appends)
-    if not path.is_file():
-        _note(report, [f"{path.name} is missing: {len(appends)} appends with it"])
-        return []
-    mapped = pa.memory_map(str(path))
+    try:
+        mapped = pa.memory_map(str(path))
+    except FileNotFoundError:
+        return None
     size = mapped.size()
     report.size_bytes += size
     report.unrecorded_bytes += max(0, size - end - 8)
@@ -229,6 +245,49 @@ def _read_segment(path: Path, appends: list[tuple[int, Location]], rows_recorded
     report.num_appends += len(batches)
     _note(report, damaged)
     return batches
+
+
+def _read_sealed(
+    folder: Path, known: tuple[SealedFile, bool] | None, appends: list[tuple[int, Location]], rows_recorded: dict[int, int], report: AuditReport
+) -> Appends | None:
+    """The appends of a sealed segment, the whole file checked against the ledger; None where retention removed it."""
+    path = sealed_path(folder, appends[0][1].segment)
+    if known is not None and known[1]:
+        return None
+    if known is None or not path.is_file():
+        _note(report, [f"{segment_path(folder, appends[0][1].segment).name} is missing: {len(appends)} appends with it"])
+        return []
+    found, size = file_checksum(path), path.stat().st_size
+    report.size_bytes += size
+    report.num_sealed += 1
+    if (found, size) != (known[0].checksum, known[0].size_bytes):
+        _note(report, [f"{path.name} has {size} bytes with checksum {found}, the ledger recorded {known[0].size_bytes} with {known[0].checksum}"])
+        return []
+    try:
+        sealed = Sealed(path)
+        batches = [(append_id, sealed.read(location.offset)) for append_id, location in appends]
+    except Corrupt as error:
+        _note(report, [str(error)])
+        return []
+    report.num_appends += len(batches)
+    differ = [append_id for append_id, batch in batches if batch.num_rows != rows_recorded[append_id]]
+    _note(report, [f"{path.name}: append {append_id} has other than the {rows_recorded[append_id]} rows that the ledger recorded" for append_id in differ])
+    return batches
+
+
+def _removed(ledger: Ledger, appends: list[tuple[int, Location]], names: dict[str, int]) -> list[Column]:
+    """What the ledger still knows of a removed segment's members, as :class:`_Rows` with one row each."""
+    query = (
+        "SELECT append_id, group_id, member, members.attempt, num_tokens, min_version, max_version, reward, env_id FROM members JOIN groups USING (group_id) "
+        "WHERE append_id BETWEEN ? AND ?"
+    )
+    rows = list(ledger.rows(query, (appends[0][0], appends[-1][0])))
+    ids = np.array([row[:5] for row in rows], np.int64).reshape(-1, 5).T
+    oldest = np.array([_UNSAMPLED if row[5] is None else row[5] for row in rows], np.int64)
+    newest = np.array([-1 if row[6] is None else row[6] for row in rows], np.int64)
+    reward = np.array([np.nan if row[7] is None else row[7] for row in rows], np.float64)
+    env = np.array([names.setdefault(row[8], len(names)) for row in rows], np.int64)
+    return [*ids, oldest, newest, reward, np.full(len(rows), np.nan), env]
 
 
 def _columns(append_id: Ints, batch: pa.RecordBatch, names: dict[str, int]) -> list[Column]:

@@ -361,6 +361,11 @@ class Books:
         if not closes or any(here[state] != self.counts[state] for state in states) or here["ready"] != self._num_ready:
             raise StreamError(f"the books do not close: leased={self.num_leased} states={dict(self.counts)} in_memory={dict(here)}; run `rollstream audit`")
 
+    def first_group_beyond(self, version: int) -> int:
+        """The oldest group that is not yet trained or dropped, or is trained by a batch beyond ``version``."""
+        untaken = min((group.row.group_id for group in self._groups.values()), default=self.num_leased)
+        return min([untaken, *(min(batch.groups) for batch in self.ledger.batches(self.lineage, version + 1, self.last_batch))])
+
     def waits_for(self) -> str:
         """Why no further batch can be formed, for people: the oldest unassigned group, who plays it, how far it is."""
         ready = f"{self._num_ready} of {self.rules.batch_groups} groups ready"

@@ -56,11 +56,14 @@ class Connection:
     ) -> tuple[wire.ServerMessage, Sequence[zmq.Frame]] | None:
         """Sends ``message`` until it is answered; gives the answer and its payload, or None once ``cancelled`` says so.
 
+        A buffer that says that it waits for space on its disk is not silent: unless ``timeout_s`` is given, the request waits with it.
+
         Raises:
             DeadlineExceeded: no answer for ``timeout_s`` (by default the connection's ``silent_s``).
             Refused: the buffer refused it.
 
         """
+        patient = timeout_s is None
         timeout_s = self._silent_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + timeout_s
         request_id = next(self._request_ids)
@@ -79,8 +82,11 @@ class Connection:
             if isinstance(reply, wire.Refused):
                 if reply.code != "unknown_peer":
                     raise Refused(reply.code, reply.reason)
-                self.request(self._hello(), timeout_s=deadline - time.monotonic())
+                self.request(self._hello(), timeout_s=None if patient else deadline - time.monotonic(), cancelled=cancelled)
                 resend_at = time.monotonic()
+            elif isinstance(reply, wire.Wait) and not isinstance(message, wire.PullBatch):
+                if patient and self.stop_reason is None:
+                    deadline = time.monotonic() + timeout_s
             else:
                 return reply, answer[1]
         return None

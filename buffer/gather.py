@@ -37,7 +37,8 @@ def gather(ledger: Ledger, log: Log, group_ids: Iterable[int]) -> tuple[list[pa.
     merged_bytes = 0
     for append_id, keys in wanted.items():
         location, num_trajectories = ledger.append(append_id)
-        if len(keys) == num_trajectories and (location.size_bytes >= _WHOLE_BYTES or len(wanted) == 1):
+        whole = len(keys) == num_trajectories and (location.size_bytes >= _WHOLE_BYTES or len(wanted) == 1)
+        if whole and not log.is_sealed(location.segment):
             frames.append(log.frame(location))
             checksums.append(location.checksum)
             continue

@@ -25,6 +25,7 @@ from .books import Books
 from .columns import SCHEMA_VERSION, aligned, frame_checksum, from_frame, rows_of, to_frame
 from .facts import Fact, facts
 from .gather import gather
+from .hold import Hold
 from .log import Log
 from .peers import Peer, Peers
 
@@ -65,6 +66,8 @@ class Handlers:
         self._outbox: list[Sequence[Any]] = []
         self._parked: dict[str, _Parked] = {}
         self._next_append_id = books.ledger.last_append_id() + 1
+        self._sync_wanted = False
+        self.hold: Hold | None = None
         self._stopping_since: float | None = None
         self._stop_reason = ""
         self._started_at = time.monotonic()
@@ -98,6 +101,9 @@ class Handlers:
             if header.run_id != self._run_id:
                 raise Refused("wrong_run", f"a message of run {header.run_id}, this is the buffer of run {self._run_id}")
             message = _message.decode(header.message)
+            if self.hold is not None and not self.hold.lets_through(message):
+                self._hold_back(self.hold, message, request_id, frames, now)
+                return
             if isinstance(message, wire.Hello):
                 self._hello(route, message, request_id, now)
                 return
@@ -122,16 +128,62 @@ class Handlers:
             self._expire(now)
         if self._stopping_since is None:
             self._push_leases(now)
+        if self._parked:
+            self.log.flush()
         for peer_id, parked in list(self._parked.items()):
             self._try_pull(peer_id, parked, now)
 
     def commit(self) -> None:
-        """Makes this round durable: the log first, then the ledger."""
+        """Makes this round durable: the log first, then the ledger.
+
+        Raises:
+            DiskFull: nothing may be answered yet; everything is kept, so that committing again goes on.
+
+        """
         self.books.save_counters()
         self.log.flush()
         self.books.ledger.commit()
+        if self._sync_wanted:
+            self.log.sync()
+            self.books.ledger.sync()
+            self._sync_wanted = False
         self.log.release()
         self.round_bytes = 0
+
+    # --- a full disk ----------------------------------------------------------------------------------------------------------------
+
+    def begin_hold(self, reason: str) -> None:
+        """The round cannot be committed: its answers stay here, and until :meth:`end_hold` only what changes nothing is answered."""
+        self.hold = Hold(reason, self._outbox)
+        self._outbox = []
+        self.round_bytes = 0
+
+    def end_hold(self, hold: Hold) -> list[Sequence[zmq.Frame]]:
+        """The round is committed: its answers may leave. Gives the messages that were put aside, to be received anew."""
+        self.hold = None
+        self._outbox = [*hold.outbox, *self._outbox]
+        return list(hold.put_aside.values())
+
+    def answer_waiting(self, now: float) -> None:
+        """Tells whoever waits for a batch why there is none."""
+        for peer_id, parked in list(self._parked.items()):
+            if self.hold is not None and now - parked.since >= _PARK_S:
+                self._send(parked.route, parked.request_id, wire.Wait(self.hold.reason))
+                del self._parked[peer_id]
+
+    def _hold_back(self, hold: Hold, message: wire.ClientMessage, request_id: int, frames: Sequence[zmq.Frame], now: float) -> None:
+        route = frames[0].bytes
+        peer = self.peers.at(route)
+        if peer is not None:
+            peer.last_heard = now
+        if isinstance(message, wire.Append):
+            self.round_bytes = 0  # it is neither kept nor answered: the actor sends it again
+            return
+        if isinstance(message, wire.Heartbeat) and peer is not None:
+            peer.counters, peer.gauges, peer.waiting_for = message.counters, message.gauges, message.waiting_for
+        else:
+            hold.put_aside[route, request_id] = frames
+        self._send(route, request_id, wire.Wait(hold.reason))
 
     def take_outbox(self) -> list[Sequence[Any]]:
         """The answers of the committed round, as multipart messages."""
@@ -289,7 +341,6 @@ class Handlers:
                         return
                     self._send(parked.route, parked.request_id, wire.Wait(self.books.waits_for()))
                 else:
-                    self.log.flush()
                     frames, checksums, num_trajectories = gather(self.books.ledger, self.log, batch.groups)
                     reply = wire.BatchReply(batch.lineage, batch.version, batch.groups, batch.withheld, recorded, checksums, num_trajectories)
                     self._send(parked.route, parked.request_id, reply, frames)
@@ -307,9 +358,7 @@ class Handlers:
         self._send(peer.route, request_id, wire.Acknowledged(self.books.published(message.version, message.digest)))
 
     def _sync(self, peer: Peer, message: wire.Sync, request_id: int, payload: Payload, now: float) -> None:
-        self.books.save_counters()
-        self.log.sync()
-        self.books.ledger.sync()
+        self._sync_wanted = True
         self._send(peer.route, request_id, wire.Acknowledged())
 
     # --- looking --------------------------------------------------------------------------------------------------------------------
@@ -318,9 +367,13 @@ class Handlers:
         books = self.books
         groups = {state: books.counts[state] for state in ("open", "ready", "assigned", "trained", "dropped")}
         counters: dict[str, float] = {**dict.fromkeys(_ALL_COUNTERS, 0.0), **books.counters, "leased": books.num_leased, "cpu_s": time.process_time()}
-        waits_for = books.waits_for() if self._parked else ""
+        waits_for = books.waits_for() if self._parked and self.hold is None else ""
         peers = [other.status(now, len(books.held(other.peer_id))) for other in self.peers]
-        self._send(peer.route, request_id, wire.StatusReply(books.lineage, books.version, groups, counters, peers, waits_for))
+        self._send(
+            peer.route,
+            request_id,
+            wire.StatusReply(books.lineage, books.version, groups, counters, peers, waits_for, "" if self.hold is None else self.hold.reason),
+        )
 
 
 _COUNTED_AS = {"duplicate": "duplicates", "superseded": "superseded", "retry": "retries"}

@@ -8,6 +8,8 @@ with the run.
 from __future__ import annotations
 
 import contextlib
+import itertools
+import os
 import sqlite3
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -15,9 +17,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from ..errors import RunFolderError, StreamError
+from ..errors import DiskFull, RunFolderError, StreamError
 from .columns import SCHEMA_VERSION
 from .log import Location
+from .sealed import SealedFile, StoredAppend, flush_file
 from .types import GroupState
 
 _TABLES = """
@@ -39,8 +42,13 @@ CREATE TABLE IF NOT EXISTS batches(
     lineage INTEGER NOT NULL, version INTEGER NOT NULL, groups TEXT NOT NULL, withheld TEXT NOT NULL, max_lag INTEGER NOT NULL, lag_bound INTEGER NOT NULL,
     PRIMARY KEY(lineage, version)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS discarded(group_id INTEGER NOT NULL, member INTEGER NOT NULL, attempt INTEGER NOT NULL, append_id INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS segments(
+    segment INTEGER PRIMARY KEY, last_append_id INTEGER NOT NULL, size_bytes INTEGER NOT NULL, checksum TEXT NOT NULL, num_rows INTEGER NOT NULL,
+    removed INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS versions(lineage INTEGER NOT NULL, version INTEGER NOT NULL, digest TEXT NOT NULL, PRIMARY KEY(lineage, version)) WITHOUT ROWID;
 """
+
+_LITTLE_SPACE_BYTES = 2**20
 
 _pairs = msgspec.json.Decoder(list[tuple[int, int]])
 _ids = msgspec.json.Decoder(list[int])
@@ -106,11 +114,14 @@ class Ledger:
         target = f"{path.absolute().as_uri()}?mode=ro" if read_only else str(path)
         self._changed_groups: dict[int, GroupRow] = {}
         self._new_members: list[MemberRow] = []
+        self._round: list[tuple[str, list[Sequence[Any]]]] = []
         self._database = sqlite3.connect(target, uri=read_only, isolation_level=None, check_same_thread=False, timeout=10)
         try:
             if not read_only:
                 self._database.execute("PRAGMA journal_mode = WAL")
                 self._database.execute("PRAGMA synchronous = NORMAL")
+                self._database.execute("PRAGMA cache_spill = OFF")  # so that a full disk shows at the commit and nowhere else
+                self._database.execute("PRAGMA temp_store = MEMORY")
                 self._database.executescript(_TABLES)
             self._check_identity(run_id, read_only=read_only)
         except BaseException:
@@ -125,6 +136,7 @@ class Ledger:
             elif wanted is not None and found != wanted:
                 raise RunFolderError(f"{self.path} has {key} {found}, this run has {wanted}; give the run another name or folder")
         self.commit()
+        self.synced_append_id = int(self.meta("synced_append_id") or 0)
 
     # --- transactions ---------------------------------------------------------------------------------------------------------------
 
@@ -138,12 +150,24 @@ class Ledger:
         self._write_all(statement, [values])
 
     def _write_all(self, statement: str, rows: Iterable[Sequence[Any]]) -> None:
+        self._round.append((statement, list(rows)))
         try:
-            if not self._database.in_transaction:
-                self._database.execute("BEGIN IMMEDIATE")
-            self._database.executemany(statement, rows)
+            self._execute(*self._round[-1])
         except sqlite3.OperationalError as error:
-            raise StreamError(f"cannot write {self.path}: {error}; free space there and run again with --resume") from error
+            raise self._refused(error) from error
+
+    def _execute(self, statement: str, rows: list[Sequence[Any]]) -> None:
+        if not self._database.in_transaction:
+            self._database.execute("BEGIN IMMEDIATE")
+        self._database.executemany(statement, rows)
+
+    def _refused(self, error: sqlite3.OperationalError) -> StreamError:
+        """The error to raise: a full disk may pass, anything else will not."""
+        code = error.sqlite_errorcode & 0xFF
+        space = os.statvfs(self.path.parent)
+        full = code == sqlite3.SQLITE_FULL or (code == sqlite3.SQLITE_IOERR and space.f_bavail * space.f_frsize < _LITTLE_SPACE_BYTES)
+        kind = DiskFull if full else StreamError
+        return kind(f"cannot write {self.path}: {error}; free space there{' and the run goes on' if full else ' and run again with --resume'}")
 
     def _settle(self) -> None:
         """Writes the groups and members that were only noted: each once a round, whatever happened to it in between."""
@@ -158,15 +182,33 @@ class Ledger:
         """Ends the open transaction, if any: its changes survive the death of the process.
 
         Raises:
-            StreamError: the database refused (full disk).
+            DiskFull: nothing of it was written; commit again once there is space, and all of it will be.
+            StreamError: the database refused for another reason.
 
         """
         self._settle()
-        if self._database.in_transaction:
-            try:
+        try:
+            if self._round and not self._database.in_transaction:  # SQLite rolls back what it could not commit
+                for statement, rows in self._round:
+                    self._execute(statement, rows)
+            if self._database.in_transaction:
                 self._database.execute("COMMIT")
-            except sqlite3.OperationalError as error:
-                raise StreamError(f"cannot write {self.path}: {error}; free space there and run again with --resume") from error
+        except sqlite3.OperationalError as error:
+            if self._database.in_transaction:
+                self._database.execute("ROLLBACK")
+            raise self._refused(error) from error
+        self._round.clear()
+
+    def abandon(self) -> None:
+        """Forgets what was not committed."""
+        self._changed_groups, self._new_members = {}, []
+        self._round.clear()
+        if self._database.in_transaction:
+            self._database.execute("ROLLBACK")
+
+    def flush_to_disk(self) -> None:
+        """Makes what was committed survive power loss, without a transaction of its own."""
+        flush_file(Path(f"{self.path}-wal"))  # SQLite takes its locks on other files, so closing this one drops none
 
     def sync(self) -> None:
         """Makes everything committed survive power loss (the write-ahead log is flushed to the disk)."""
@@ -175,11 +217,14 @@ class Ledger:
         self.write("INSERT OR REPLACE INTO meta VALUES('synced_append_id', (SELECT ifnull(max(append_id), 0) FROM appends))")
         self.commit()
         self._database.execute("PRAGMA synchronous = NORMAL")
+        self.synced_append_id = int(self.meta("synced_append_id"))
 
     def close(self) -> None:
         """Commits and closes."""
-        self.commit()
-        self._database.close()
+        try:
+            self.commit()
+        finally:
+            self._database.close()
 
     @contextlib.contextmanager
     def snapshot(self) -> Generator[None, None, None]:
@@ -270,16 +315,54 @@ class Ledger:
             yield append_id, Location(segment, offset, size_bytes, int(checksum, 16))
 
     def segment_ends(self) -> dict[int, int]:
-        """Bytes each log segment must hold; reads every append, so it is for starts and audits."""
-        return dict(self.rows("SELECT segment, max(offset + size_bytes) FROM appends GROUP BY segment"))
+        """Bytes each log segment must hold, but for those sealed or removed; reads every append, so it is for starts and audits."""
+        query = "SELECT segment, max(offset + size_bytes) FROM appends WHERE segment NOT IN (SELECT segment FROM segments) GROUP BY segment"
+        return dict(self.rows(query))
+
+    def last_segment(self) -> int:
+        """The highest number a log segment ever had; 0 where there was none."""
+        query = "SELECT max(ifnull((SELECT segment FROM appends ORDER BY append_id DESC LIMIT 1), 0), ifnull((SELECT max(segment) FROM segments), 0))"
+        return next(self.rows(query))[0]
 
     def unsynced(self) -> list[tuple[int, Location]]:
         """Appends that no sync covered yet."""
-        return list(self.locations(1 + (self.meta("synced_append_id") or 0)))
+        return list(self.locations(1 + self.synced_append_id))
 
     def last_append_id(self) -> int:
         """Id of the newest append; 0 where there is none."""
         return next(self.rows("SELECT ifnull(max(append_id), 0) FROM appends"))[0]
+
+    # --- sealed segments ------------------------------------------------------------------------------------------------------------
+
+    def segments(self) -> list[tuple[SealedFile, bool]]:
+        """Sealed segments in order, and whether retention removed them."""
+        query = "SELECT segment, last_append_id, size_bytes, checksum, num_rows, removed FROM segments ORDER BY segment"
+        return [(SealedFile(*row[:5]), bool(row[5])) for row in self.rows(query)]
+
+    def put_segment(self, sealed: SealedFile) -> None:
+        """Records a sealed segment."""
+        self.write("INSERT OR REPLACE INTO segments VALUES(?, ?, ?, ?, ?, 0)", sealed)
+
+    def remove_segment(self, segment: int) -> None:
+        """Records that retention removed a sealed segment."""
+        self.write("UPDATE segments SET removed = 1 WHERE segment = ?", (segment,))
+
+    def next_segment(self, last_append_id: int) -> list[StoredAppend]:
+        """Every append of the segment that begins after ``last_append_id``; empty where none does."""
+        query = "SELECT append_id, offset, size_bytes, checksum, num_rows, segment FROM appends WHERE append_id > ? ORDER BY append_id"
+        for _, rows in itertools.groupby(self.rows(query, (last_append_id,)), key=lambda row: row[-1]):
+            return [StoredAppend(*row[:3], int(row[3], 16), row[4]) for row in rows]
+        return []
+
+    def segment_after(self, last_append_id: int) -> int | None:
+        """The segment of the first append after ``last_append_id``; None where there is none."""
+        query = "SELECT segment FROM appends WHERE append_id > ? ORDER BY append_id LIMIT 1"
+        return next((segment for (segment,) in self.rows(query, (last_append_id,))), None)
+
+    def first_segment_of(self, first_group: int) -> int | None:
+        """The first log segment with rows of this group or a later one; None where there are no such rows yet."""
+        query = "SELECT segment FROM appends WHERE append_id = (SELECT min(append_id) FROM members WHERE group_id >= ?)"
+        return next((segment for (segment,) in self.rows(query, (first_group,))), None)
 
     # --- batches --------------------------------------------------------------------------------------------------------------------
 

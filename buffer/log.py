@@ -1,9 +1,11 @@
 """The durable record of a run: Arrow IPC streams that only ever grow.
 
-    stream/000001.arrows    schema message, then one record-batch message per append, byte for byte the frame that came over the wire
+    stream/000001.parquet   a segment nobody trains from any more, sealed (see ``sealed``)
+    stream/000002.arrows    schema message, then one record-batch message per append, byte for byte the frame that came over the wire
 
 Each process start opens a new segment, and a segment that has reached its size is closed and followed by the next. Any Arrow reader opens a segment while it
-grows and sees every whole append. Nothing is kept in memory: rows are read back by location, through a mapping that :meth:`Log.release` drops.
+grows and sees every whole append. Nothing is kept in memory: rows are read back by location, through a mapping that :meth:`Log.release` drops. A disk that is
+full loses nothing: what was taken stays pending, and the next :meth:`Log.flush` goes on at the very byte.
 
 The ledger says what a segment must hold. :meth:`Log.recover` cuts what was written but never recorded (nobody was told it was stored), and names what was
 recorded but is no longer there (the machine lost power), so that the ledger can forget it.
@@ -14,22 +16,27 @@ recorded but is no longer there (the machine lost power), so that the ledger can
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import itertools
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 import pyarrow as pa
 
-from ..errors import Corrupt, RunFolderError, StreamError
-from .columns import SCHEMA_MESSAGE, frame_checksum, from_frame
+from ..errors import Corrupt, DiskFull, RunFolderError, StreamError
+from .columns import SCHEMA_MESSAGE, frame_checksum, from_frame, to_frame
+from .sealed import Sealed, flush_file, sealed_path
 
 logger = logging.getLogger(__name__)
 
 _END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 _MAX_PIECES = 512  # of one writev call; the kernel takes at most 1024
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Location(NamedTuple):
@@ -62,22 +69,26 @@ class Log:
             os.close(self._lock)
             raise RunFolderError(f"{folder} is in use by another buffer; stop that run first") from None
         self._file: int | None = None
-        self._segment = max((int(path.stem) for path in folder.glob("*.arrows")), default=0)
-        self._offset = 0
-        self._pending: list[pa.Buffer] = []
+        self._file_segment = 0
+        self._segment = max((int(path.stem) for path in folder.glob("*") if path.suffix in (".arrows", ".parquet")), default=0)
+        self._offset: int | None = None
+        self._pending: deque[tuple[int, memoryview]] = deque()
         self._unsynced: list[Path] = []
         self._maps: dict[int, pa.MemoryMappedFile] = {}
+        self._sealed: dict[int, Sealed] = {}
 
     # --- write ----------------------------------------------------------------------------------------------------------------------
 
     def append(self, frame: pa.Buffer, checksum: int) -> Location:
         """Takes one frame; it is in the log after the next :meth:`flush`."""
-        if self._file is not None and self._offset >= self._segment_bytes:
-            self._finish_segment()
-        if self._file is None:
-            self._open_segment()
+        if self._offset is not None and self._offset >= self._segment_bytes:
+            self._end_segment()
+        if self._offset is None:
+            self._segment += 1
+            self._take(SCHEMA_MESSAGE)
+            self._offset = len(SCHEMA_MESSAGE)
         location = Location(self._segment, self._offset, frame.size, checksum)
-        self._pending.append(frame)
+        self._take(frame)
         self._offset += frame.size
         return location
 
@@ -85,61 +96,87 @@ class Log:
         """Hands everything taken so far to the kernel: after this it survives the death of the process.
 
         Raises:
-            StreamError: the disk took no more; nothing of this round may be acknowledged.
+            DiskFull: the disk took no more; the rest stays pending, and nothing of this round may be acknowledged before a later flush succeeds.
+            StreamError: the disk refused for another reason.
 
         """
-        if self._pending:
-            pending, self._pending = self._pending, []
-            self._write(pending)
+        try:
+            while self._pending:
+                segment = self._pending[0][0]
+                file = self._file_of(segment)
+                pieces = (view for number, view in itertools.islice(self._pending, _MAX_PIECES) if number == segment)
+                self._written(os.writev(file, list(pieces)))
+        except OSError as error:
+            kind = DiskFull if error.errno in _FULL else StreamError
+            path = self.path(self._pending[0][0])
+            remedy = "free space there and the run goes on" if kind is DiskFull else "mend the disk and run again with --resume"
+            raise kind(f"cannot append to {path}: {error.strerror}; {remedy}") from error
 
     def sync(self) -> None:
         """Makes every flushed append survive power loss."""
         self.flush()
         for path in self._unsynced:
-            descriptor = os.open(path, os.O_RDONLY)
-            os.fsync(descriptor)
-            os.close(descriptor)
+            flush_file(path)
         os.fsync(self._lock)
-        self._unsynced = [self.path(self._segment)] if self._file is not None else []
+        self._unsynced = [self.path(self._file_segment)] if self._file is not None else []
+
+    def abandon(self) -> None:
+        """Drops what was taken and not flushed, and writes no more: the next start cuts a torn tail."""
+        self._pending.clear()
+        self._offset = None
 
     def close(self) -> None:
         """Ends the open segment and lets another process append."""
-        if self._file is not None:
-            self._finish_segment()
-        self.release()
-        os.close(self._lock)
+        try:
+            if self._offset is not None:
+                self._end_segment()
+            self.flush()
+        finally:
+            if self._file is not None:
+                os.close(self._file)
+                self._file = None
+            self.release()
+            os.close(self._lock)
+
+    def start_after(self, segment: int) -> None:
+        """The next segment gets a higher number than this one, which may be on the disk no more."""
+        self._segment = max(self._segment, segment)
+
+    @property
+    def first_open(self) -> int:
+        """Segments with a lower number are closed: nothing is ever added to them."""
+        return self._segment + (self._offset is None)
 
     def path(self, segment: int) -> Path:
-        """File of a segment."""
+        """File of a segment, as long as it is not sealed."""
         return segment_path(self.folder, segment)
 
-    def _open_segment(self) -> None:
-        self._segment += 1
-        path = self.path(self._segment)
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-        self._unsynced.append(path)
-        self._pending.append(pa.py_buffer(SCHEMA_MESSAGE))
-        self._offset = len(SCHEMA_MESSAGE)
+    def _take(self, data: pa.Buffer | bytes) -> None:
+        self._pending.append((self._segment, memoryview(data).cast("B")))
 
-    def _finish_segment(self) -> None:
-        self._pending.append(pa.py_buffer(_END_OF_STREAM))
-        self.flush()
-        assert self._file is not None
-        os.close(self._file)
-        self._file = None
+    def _end_segment(self) -> None:
+        self._take(_END_OF_STREAM)
+        self._offset = None
 
-    def _write(self, buffers: Sequence[pa.Buffer]) -> None:
-        assert self._file is not None
-        views = [memoryview(buffer).cast("B") for buffer in buffers]
-        try:
-            while views:
-                written = os.writev(self._file, views[:_MAX_PIECES])
-                while views and written >= len(views[0]):
-                    written -= len(views.pop(0))
-                if written:
-                    views[0] = views[0][written:]
-        except OSError as error:
-            raise StreamError(f"cannot append to {self.path(self._segment)}: {error.strerror}; free space there and run again with --resume") from error
+    def _file_of(self, segment: int) -> int:
+        """The file to write to; the one before it is closed, since all of it was written."""
+        if self._file is None or self._file_segment != segment:
+            path = self.path(segment)
+            opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            if self._file is not None:
+                os.close(self._file)
+            self._file, self._file_segment = opened, segment
+            self._unsynced.append(path)
+        return self._file
+
+    def _written(self, size_bytes: int) -> None:
+        while size_bytes:
+            segment, view = self._pending[0]
+            if size_bytes < len(view):
+                self._pending[0] = (segment, view[size_bytes:])
+                return
+            self._pending.popleft()
+            size_bytes -= len(view)
 
     # --- read -----------------------------------------------------------------------------------------------------------------------
 
@@ -165,14 +202,28 @@ class Log:
             Corrupt: the bytes are no longer those that were stored.
 
         """
+        if self.is_sealed(location.segment):
+            return self._read_sealed(location)
         try:
             return from_frame(self.frame(location), location.checksum)
         except Corrupt as error:
             raise Corrupt(f"{self.path(location.segment)} at {location.offset}: {error}; run `rollstream audit` for the extent") from error
 
+    def is_sealed(self, segment: int) -> bool:
+        """Whether a segment is no longer there as it was written, so that :meth:`frame` cannot give its bytes and :meth:`read` decodes them."""
+        return segment not in self._maps and not self.path(segment).exists()
+
+    def _read_sealed(self, location: Location) -> pa.RecordBatch:
+        segment = location.segment
+        if segment not in self._sealed:
+            self._sealed[segment] = Sealed(sealed_path(self.folder, segment))
+        frame = to_frame(self._sealed[segment].read(location.offset))  # a slice of a row group becomes a batch of its own
+        return from_frame(frame, frame_checksum(frame))
+
     def release(self) -> None:
         """Drops the mappings, so that what was read does not stay resident; views already handed out stay valid."""
         self._maps.clear()
+        self._sealed.clear()
 
     # --- recover --------------------------------------------------------------------------------------------------------------------
 

@@ -16,12 +16,13 @@ from pathlib import Path
 import zmq
 
 from ..configs.run_folder import Run
-from ..errors import ConfigError
+from ..errors import ConfigError, DiskFull
 from .books import Books
 from .handlers import Handlers
 from .ledger import Ledger
 from .log import Log
 from .recovery import forget
+from .sealer import Sealer, recover_sealed
 from .window import Rules
 
 logger = logging.getLogger(__name__)
@@ -46,16 +47,18 @@ def serve(run: Run, stop: threading.Event) -> None:
     try:
         ledger = Ledger(run.ledger_path, run.run_id)
         try:
+            recover_sealed(ledger, run.stream_folder)
+            log.start_after(ledger.last_segment())
             lost = log.recover(ledger.segment_ends(), ledger.unsynced())
             if lost:
                 forget(ledger, lost)
             handlers = Handlers(run, Books(ledger, rules), log)
-            with zmq.Context() as context, _bound(context, run) as socket:
+            with zmq.Context() as context, _bound(context, run) as socket, Sealer(run, handlers.books, log) as sealer:
                 logger.info(
                     "event=serving endpoint=%s run_id=%s leased=%d version=%d", run.endpoint, run.run_id, handlers.books.num_leased, handlers.books.version
                 )
                 try:
-                    loop(socket, handlers, stop)
+                    loop(socket, handlers, sealer, stop)
                 finally:
                     if run.endpoint.startswith("ipc://"):
                         Path(run.endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
@@ -65,7 +68,7 @@ def serve(run: Run, stop: threading.Event) -> None:
         log.close()
 
 
-def loop(socket: zmq.Socket[bytes], handlers: Handlers, stop: threading.Event) -> None:
+def loop(socket: zmq.Socket[bytes], handlers: Handlers, sealer: Sealer, stop: threading.Event) -> None:
     """Receive, record, answer.
 
     Consumes: messages of actors, learner and supervisor.
@@ -73,18 +76,46 @@ def loop(socket: zmq.Socket[bytes], handlers: Handlers, stop: threading.Event) -
     Released by: any peer that speaks; the clock, for leases that expire and pulls that have waited a second; ``stop``.
     Produces: rows in the log and entries in the ledger; only then acknowledgements, leases, batches.
 
-    One round drains what has arrived, up to a bound, and commits it together: one flush of the log, then one transaction.
+    One round drains what has arrived, up to a bound, and commits it together: one flush of the log, then one transaction. A round that finds the disk full is
+    kept; nothing more is taken in and nothing of it answered until it is committed.
     """
     while not stop.is_set() and not handlers.everybody_left(time.monotonic(), _STOP_GRACE_S):
         drained = not socket.poll(int(_POLL_S * 1000)) or _drain(socket, handlers)
-        handlers.tick(time.monotonic(), drained=drained)
-        handlers.commit()
-        for parts in handlers.take_outbox():
-            try:
-                socket.send_multipart(parts, copy=False)
-            except zmq.ZMQError as error:
-                if error.errno != errno.EHOSTUNREACH:
-                    raise
+        try:
+            if handlers.hold is None:
+                handlers.tick(time.monotonic(), drained=drained)
+                sealer.record()
+                handlers.commit()
+                sealer.recorded()
+            elif handlers.hold.is_due(time.monotonic()):
+                handlers.commit()
+                logger.info("event=space_again held_s=%.1f", handlers.hold.held_s)
+                put_aside = handlers.end_hold(handlers.hold)
+                _send(socket, handlers)
+                for frames in put_aside:
+                    handlers.receive(frames, time.monotonic())
+                continue
+            else:
+                handlers.answer_waiting(time.monotonic())
+        except DiskFull as error:
+            if handlers.hold is None:
+                logger.warning("event=disk_full reason=%r", str(error))
+                handlers.begin_hold(str(error))
+        _send(socket, handlers)
+    if handlers.hold is not None:
+        handlers.log.abandon()
+        handlers.books.ledger.abandon()
+        raise DiskFull(f"stopped while the disk was full, nothing acknowledged is lost: {handlers.hold.reason}")
+
+
+def _send(socket: zmq.Socket[bytes], handlers: Handlers) -> None:
+    for parts in handlers.take_outbox():
+        try:
+            socket.send_multipart(parts, copy=False)
+        except zmq.ZMQError as error:
+            if error.errno != errno.EHOSTUNREACH:
+                raise
+            if handlers.hold is None:
                 handlers.unreachable(parts[0])
 
 

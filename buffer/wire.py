@@ -191,7 +191,7 @@ class BatchReply(Message, frozen=True):
 
 
 class Wait(Message, frozen=True):
-    """No batch can be formed yet; ``reason`` says which group the window waits for and who plays it."""
+    """Not yet: no batch can be formed, and ``reason`` says which group the window waits for and who plays it; or, answering anything, the disk is full."""
 
     reason: str
 
@@ -228,7 +228,11 @@ class PeerStatus(msgspec.Struct, frozen=True):
 
 
 class StatusReply(Message, frozen=True):
-    """State of the stream. ``groups`` counts train groups per state over the whole run; ``learner_waits_for`` is empty while it trains."""
+    """State of the stream.
+
+    ``groups`` counts train groups per state over the whole run; ``learner_waits_for`` is empty while it trains; ``holds_for`` says why the buffer takes
+    nothing in (disk full), and is empty while it does.
+    """
 
     lineage: int
     version: int
@@ -236,6 +240,7 @@ class StatusReply(Message, frozen=True):
     counters: dict[str, float]
     peers: list[PeerStatus]
     learner_waits_for: str
+    holds_for: str = ""
 
 
 ClientMessage = Hello | Credit | Append | Heartbeat | Release | PullBatch | Trained | Published | Sync | StatusRequest | Farewell

@@ -103,6 +103,8 @@ class Buffer(Section):
     """How often a member is played before its infrastructure or environment failure is recorded as failed."""
     segment_mb: int = Field(default=256, ge=1)
     """Size at which a segment of the log is closed and the next one opened."""
+    keep_gb: float | None = Field(default=None, gt=0)
+    """Above this size the oldest rows of the stream that no checkpoint can need again are removed; null keeps everything."""
 
 
 # --- actors -------------------------------------------------------------------------------------------------------------------------
