@@ -170,6 +170,48 @@ def audit(run: RunArgument, debug: DebugOption = False) -> int:
     return 0 if report.closes and not report.problems else 1
 
 
+@app.command()
+def log(
+    run: RunArgument,
+    group: Annotated[int | None, typer.Option(min=0, help="Only of this group.", show_default=False)] = None,
+    version: Annotated[int | None, typer.Option(min=1, help="Only what was trained in this version's batch.", show_default=False)] = None,
+    status: Annotated[str | None, typer.Option(help="Only terminated, truncated or failed ones.", show_default=False)] = None,
+    env: Annotated[str | None, typer.Option(metavar="ID", help="Only of this environment.", show_default=False)] = None,
+    reward_below: Annotated[float | None, typer.Option(help="Only rewards below this.", show_default=False)] = None,
+    reward_above: Annotated[float | None, typer.Option(help="Only rewards above this.", show_default=False)] = None,
+    failed: Annotated[bool, typer.Option("--failed", help="Only failed ones: short for --status failed.")] = False,
+    limit: Annotated[int | None, typer.Option(min=1, help="At most the newest this many; 50 on the screen, all in an export.", show_default=False)] = None,
+    show: Annotated[str | None, typer.Option(metavar="GROUP/MEMBER", help="One trajectory, turn by turn.", show_default=False)] = None,
+    tokens: Annotated[bool, typer.Option("--tokens", help="With --show: every token with its version, log-probability and mask.")] = False,
+    export: Annotated[Path | None, typer.Option(metavar="PATH", help="Write to PATH.parquet or PATH.jsonl.", show_default=False)] = None,
+    sql: Annotated[str | None, typer.Option(help="Ask DuckDB: views trajectories, members, groups, batches.", show_default=False)] = None,
+    debug: DebugOption = False,
+) -> int:
+    """Look at the trajectories of a run.
+
+    Lists them, filtered; shows one; exports them; answers SQL. Reads only; also while the run goes on.
+
+    \b
+    Examples:
+      rollstream log runs/quickstart --version 12 --reward-below 0.5
+      rollstream log runs/quickstart --show 31/0 --tokens
+      rollstream log runs/quickstart --export failed.jsonl --failed
+      rollstream log runs/quickstart --sql "SELECT lag, count(*), avg(reward) FROM members GROUP BY lag ORDER BY lag"
+    """
+    from .buffer.inspect import Filter
+    from .configs.loader import load_run
+    from .errors import ConfigError
+    from .log_command import log_lines
+
+    del debug
+    if failed and status not in (None, "failed"):
+        raise ConfigError(f"--failed and --status {status} contradict each other; give one of them")
+    chosen = Filter(group, version, "failed" if failed else status, env, reward_below, reward_above, limit)
+    for line in log_lines(load_run(run), chosen, show=show, tokens=tokens, export=export, sql=sql):
+        typer.echo(line)
+    return 0
+
+
 @envs_app.command("list")
 def envs_list(
     imports: Annotated[list[str] | None, typer.Argument(metavar="MODULE", help="Modules or files that register more.", show_default=False)] = None,

@@ -351,7 +351,7 @@ class Ledger:
         """Every append of the segment that begins after ``last_append_id``; empty where none does."""
         query = "SELECT append_id, offset, size_bytes, checksum, num_rows, segment FROM appends WHERE append_id > ? ORDER BY append_id"
         for _, rows in itertools.groupby(self.rows(query, (last_append_id,)), key=lambda row: row[-1]):
-            return [StoredAppend(*row[:3], int(row[3], 16), row[4]) for row in rows]
+            return [StoredAppend(row[0], row[1], row[2], int(row[3], 16), row[4]) for row in rows]
         return []
 
     def segment_after(self, last_append_id: int) -> int | None:

@@ -1,0 +1,287 @@
+"""Looking at a run's trajectories from the outside: listed and filtered by the ledger, read from the log, queried with SQL.
+
+Reads only, also beside a live buffer. A listing opens no segment; a trajectory or an export reads only the appends that hold its rows, checksums verified.
+SQL goes through DuckDB over four views: ``members`` (one row per trajectory: what became of it), ``trajectories`` (one row per segment: every column of the
+stream, with ``state``, ``trained_version``, ``lag`` and ``withheld``), ``groups`` and ``batches``.
+"""
+
+# pyarrow and duckdb ship no complete types
+# pyright: reportUnknownParameterType=false
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+
+from ..errors import ConfigError, Corrupt, MissingExtra, RunFolderError
+from .columns import SCHEMA, decode, from_frame, rows_of
+from .ledger import Ledger
+from .log import Location, segment_path
+from .sealed import Sealed, sealed_path
+from .types import Trajectory
+
+VIEWS = ("trajectories", "members", "groups", "batches")
+
+
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """Which trajectories are meant; None does not filter. ``version`` is the one they were trained in, rewards are exclusive bounds."""
+
+    group: int | None = None
+    version: int | None = None
+    status: str | None = None
+    env: str | None = None
+    reward_below: float | None = None
+    reward_above: float | None = None
+    limit: int | None = None
+
+    def where(self) -> tuple[str, list[Any]]:
+        """As SQL over ``members m JOIN groups g``."""
+        terms = {
+            "m.group_id = ?": self.group,
+            "g.version = ?": self.version,
+            "m.status = ?": self.status,
+            "g.env_id = ?": self.env,
+            "m.reward < ?": self.reward_below,
+            "m.reward > ?": self.reward_above,
+        }
+        chosen = {term: value for term, value in terms.items() if value is not None}
+        return " AND ".join(chosen) or "1", list(chosen.values())
+
+
+class Listed(NamedTuple):
+    """One committed trajectory and what became of it.
+
+    ``trained_version`` is the version its batch makes, ``lag`` what it was (or will be) trained with: None for a group in no batch, for a withheld trajectory,
+    and where nothing was sampled.
+    """
+
+    group_id: int
+    member: int
+    attempt: int
+    env_id: str
+    reward: float | None
+    status: str
+    stop_reason: str
+    num_tokens: int
+    num_trained_tokens: int
+    min_version: int | None
+    max_version: int | None
+    state: str
+    trained_version: int | None
+    lag: int | None
+    withheld: bool
+    append_id: int
+
+
+_MEMBERS_TABLE = pa.schema(
+    [
+        *((name, pa.int64()) for name in ("group_id", "member", "attempt")),
+        ("env_id", pa.string()),
+        ("reward", pa.float64()),
+        *((name, pa.string()) for name in ("status", "stop_reason")),
+        *((name, pa.int64()) for name in ("num_tokens", "num_trained_tokens", "min_version", "max_version")),
+        ("state", pa.string()),
+        *((name, pa.int64()) for name in ("trained_version", "lag")),
+        ("withheld", pa.bool_()),
+        ("append_id", pa.int64()),
+    ]
+)
+_KNOWN = (
+    "m.group_id, m.member, m.attempt, g.env_id, m.reward, m.status, m.stop_reason, m.num_tokens, m.num_trained_tokens, m.min_version, m.max_version, "
+    "g.state, g.version, m.append_id"
+)
+_ADDED = ("state", "trained_version", "lag", "withheld")
+EXPORTED = pa.schema([*SCHEMA, *(_MEMBERS_TABLE.field(name) for name in _ADDED)])
+"""Columns of an export: those of the stream, and what became of the trajectory."""
+
+
+class Inspector:
+    """The stream of the run in ``folder``, open for reading; a context manager.
+
+    Raises:
+        RunFolderError: there is no ledger.
+
+    """
+
+    def __init__(self, folder: Path) -> None:
+        path = folder / "ledger.sqlite"
+        if not path.is_file():
+            raise RunFolderError(f"{folder} holds no ledger.sqlite: nothing was streamed there yet")
+        self._stream = folder / "stream"
+        self._ledger = Ledger(path, None, read_only=True)
+        self._sealed: dict[int, Sealed] = {}
+
+    def __enter__(self) -> Inspector:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ledger.close()
+
+    # --- what there is --------------------------------------------------------------------------------------------------------------
+
+    def count(self, chosen: Filter) -> int:
+        """How many trajectories a filter means, whatever its limit."""
+        where, values = chosen.where()
+        return next(self._ledger.rows(f"SELECT count(*) FROM members m JOIN groups g USING (group_id) WHERE {where}", values))[0]  # noqa: S608 - fixed terms
+
+    def listed(self, chosen: Filter) -> list[Listed]:
+        """The trajectories a filter means, in the order of (group, member); with a limit, the newest."""
+        where, values = chosen.where()
+        query = f"SELECT {_KNOWN} FROM members m JOIN groups g USING (group_id) WHERE {where} ORDER BY m.group_id DESC, m.member DESC LIMIT ?"  # noqa: S608
+        with self._ledger.snapshot():
+            rows = list(self._ledger.rows(query, [*values, -1 if chosen.limit is None else chosen.limit]))
+            versions = [row[12] for row in rows if row[12] is not None]
+            lineage = int(self._ledger.meta("lineage") or 0)
+            batches = self._ledger.batches(lineage, min(versions), max(versions)) if versions else iter(())
+            withheld = {pair for batch in batches for pair in batch.withheld}
+        return [_listed(row, (row[0], row[1]) in withheld) for row in reversed(rows)]
+
+    def envs(self) -> list[str]:
+        """Every environment that was leased."""
+        return sorted(env_id for (env_id,) in self._ledger.rows("SELECT DISTINCT env_id FROM groups"))
+
+    # --- rows -----------------------------------------------------------------------------------------------------------------------
+
+    def trajectory(self, group_id: int, member: int) -> tuple[Listed, Trajectory]:
+        """One trajectory with all its tokens.
+
+        Raises:
+            ConfigError: it was not committed.
+            Corrupt: its rows are damaged, or were removed by retention.
+
+        """
+        found = [listed for listed in self.listed(Filter(group=group_id)) if listed.member == member]
+        if not found:
+            group = self._ledger.group(group_id)
+            if group is None:
+                raise ConfigError(f"group {group_id} was never leased; there are {self._ledger.num_groups()}, counted from 0")
+            done = [str(known.member) for known in self._ledger.members(group_id)]
+            raise ConfigError(
+                f"group {group_id} has no finished member {member}: it has {group.num_members} members, of which {', '.join(done) or 'none'} finished; "
+                f"list them with --group {group_id}"
+            )
+        (batch,) = (batch for _, batch in self._batches(found))
+        return found[0], decode(batch)[0]
+
+    def tables(self, listed: Iterable[Listed]) -> Iterator[pa.Table]:
+        """The rows of these trajectories in :data:`EXPORTED`, append by append.
+
+        Raises:
+            Corrupt: rows are damaged, or were removed by retention.
+
+        """
+        for owners, batch in self._batches(listed):
+            columns = [*batch.columns, *(pa.array([getattr(owner, name) for owner in owners], _MEMBERS_TABLE.field(name).type) for name in _ADDED)]
+            yield pa.Table.from_arrays(columns, schema=EXPORTED)
+
+    def _batches(self, listed: Iterable[Listed]) -> Iterator[tuple[list[Listed], pa.RecordBatch]]:
+        """Rows of these trajectories, with the trajectory that each belongs to."""
+        wanted: dict[int, dict[tuple[int, int, int], Listed]] = {}
+        for one in listed:
+            wanted.setdefault(one.append_id, {})[one[:3]] = one
+        for append_id in sorted(wanted):
+            batch = self._read(self._ledger.append(append_id)[0])
+            keys = list(zip(*(batch.column(name).to_pylist() for name in ("group_id", "member", "attempt")), strict=True))
+            rows = [row for row, key in enumerate(keys) if key in wanted[append_id]]
+            yield [wanted[append_id][keys[row]] for row in rows], rows_of(batch, rows)
+
+    def _read(self, location: Location) -> pa.RecordBatch:
+        path = segment_path(self._stream, location.segment)
+        try:
+            mapped = pa.memory_map(str(path))
+        except FileNotFoundError:
+            if location.segment not in self._sealed:
+                self._sealed = {location.segment: Sealed(sealed_path(self._stream, location.segment))}
+            return self._sealed[location.segment].read(location.offset)
+        if mapped.size() < location.offset + location.size_bytes:
+            raise Corrupt(f"{path} ends at {mapped.size()} bytes, before what was recorded; run `rollstream audit` for the extent")
+        mapped.seek(location.offset)
+        return from_frame(mapped.read_buffer(location.size_bytes), location.checksum)
+
+    # --- SQL ------------------------------------------------------------------------------------------------------------------------
+
+    def query(self, sql: str) -> pa.Table:
+        """What one SQL statement finds in the views; a view that it does not name is not loaded.
+
+        Raises:
+            ConfigError: DuckDB refused the statement.
+            MissingExtra: DuckDB is not installed.
+
+        """
+        try:
+            import duckdb
+        except ImportError:
+            raise MissingExtra("--sql needs DuckDB: pip install duckdb") from None
+        named = {name for name in VIEWS if re.search(rf"\b{name}\b", sql, re.IGNORECASE)}
+        with duckdb.connect() as database:
+            database.execute("SET threads = 2")
+            files = self._register(database.register, named)
+            if "trajectories" in named:
+                database.execute(_trajectories_view(files))
+            database.execute(f"SET allowed_paths = {files}")
+            database.execute("SET enable_external_access = false")
+            database.execute("SET lock_configuration = true")
+            try:
+                found = database.sql(sql)
+            except duckdb.Error as error:
+                raise ConfigError(f"--sql: {' '.join(str(error).split())}; the views are {', '.join(VIEWS)}") from None
+            if found is None:
+                raise ConfigError("--sql: the statement gives no rows; write one that selects")
+            try:
+                return found.to_arrow_table()
+            except duckdb.Error as error:
+                raise ConfigError(f"--sql: {' '.join(str(error).split())}") from None
+
+    def _register(self, register: Callable[[str, pa.Table], object], named: set[str]) -> list[str]:
+        """Gives DuckDB the tables behind the views; the result are the sealed files, which it reads itself."""
+        for name in ("groups", "batches"):
+            if name in named:
+                register(name, self._table(name))
+        if named & {"members", "trajectories"}:
+            register("members", _table_of(self.listed(Filter())))
+        if "trajectories" not in named:
+            return []
+        known = {sealed.segment for sealed, removed in self._ledger.segments() if not removed}
+        batches: list[pa.RecordBatch] = []
+        for _, location in self._ledger.locations():
+            if location.segment not in known and segment_path(self._stream, location.segment).exists():
+                batches.append(self._read(location))
+        register("unsealed_rows", pa.Table.from_batches(batches, SCHEMA))
+        return [str(sealed_path(self._stream, segment)) for segment in sorted(known)]
+
+    def _table(self, name: str) -> pa.Table:
+        if name == "batches":
+            lineage = int(self._ledger.meta("lineage") or 0)
+            batches = list(self._ledger.batches(lineage, 1, 2**62))
+            columns = {field: [getattr(batch, field) for batch in batches] for field in ("version", "groups", "max_lag", "lag_bound")}
+            withheld = [[{"group_id": group_id, "member": member} for group_id, member in batch.withheld] for batch in batches]
+            return pa.table({**columns, "withheld": pa.array(withheld, pa.list_(pa.struct([("group_id", pa.int64()), ("member", pa.int64())])))})
+        names = [row[1] for row in self._ledger.rows("PRAGMA table_info(groups)")]
+        rows = list(self._ledger.rows("SELECT * FROM groups ORDER BY group_id"))
+        texts = ("env_id", "state", "reason", "holder")
+        return pa.table({name: pa.array([row[place] for row in rows], pa.string() if name in texts else pa.int64()) for place, name in enumerate(names)})
+
+
+def _listed(row: tuple[Any, ...], withheld: bool) -> Listed:
+    *known, state, version, append_id = row
+    oldest = known[9]
+    lag = None if version is None or oldest is None or withheld else version - 1 - oldest
+    return Listed(*known, state, version, lag, withheld, append_id)
+
+
+def _table_of(listed: list[Listed]) -> pa.Table:
+    columns = zip(*listed, strict=True) if listed else [[] for _ in _MEMBERS_TABLE]
+    return pa.Table.from_arrays([pa.array(column, field.type) for column, field in zip(columns, _MEMBERS_TABLE, strict=True)], schema=_MEMBERS_TABLE)
+
+
+def _trajectories_view(files: list[str]) -> str:
+    sealed = f" UNION ALL BY NAME SELECT * FROM read_parquet({files})" if files else ""  # noqa: S608 - our own names
+    added = ", ".join(f"members.{name}" for name in _ADDED)
+    join = "JOIN members ON (members.group_id = rows.group_id AND members.member = rows.member AND members.attempt = rows.attempt)"
+    return f"CREATE TEMP VIEW trajectories AS SELECT rows.*, {added} FROM (SELECT * FROM unsealed_rows{sealed}) rows {join}"  # noqa: S608 - our own names

@@ -1,0 +1,320 @@
+"""Sealing, retention and a full disk, on a real buffer over real sockets, killed at the worst moments."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from rollstream.buffer.audit import audit
+from rollstream.buffer.client import ActorClient, LearnerClient
+from rollstream.buffer.types import Batch, Segment, Trajectory, TrajectoryKey
+from rollstream.buffer.wire import Lease
+from rollstream.configs.run_folder import Run
+from rollstream.configs.schema import Config
+from rollstream.errors import Refused
+from rollstream.summary import audit_lines
+
+GROUP_SIZE = 3
+NUM_TOKENS = 20_000  # a batch of two groups is about a megabyte, the smallest segment
+SERVE = """
+import json, os, pathlib, signal, sys, threading
+from rollstream.buffer import sealed, sealer, server
+from rollstream.buffer.ledger import Ledger
+from rollstream.configs.run_folder import Run
+from rollstream.configs.schema import Config
+
+def die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def dies_before(function, suffix):
+    return lambda path, *rest, **more: die() if path.suffix == suffix else function(path, *rest, **more)
+
+match sys.argv[4]:
+    case "copy half written": sealed._compare = die
+    case "copy not renamed": sealed.flush_file = die
+    case "copy renamed, not recorded": Ledger.put_segment = die
+    case "original not removed": pathlib.Path.unlink = dies_before(pathlib.Path.unlink, ".arrows")
+    case "removal recorded, file there": pathlib.Path.unlink = dies_before(pathlib.Path.unlink, ".parquet")
+stop = threading.Event()
+signal.signal(signal.SIGTERM, lambda *_: stop.set())
+server.serve(Run(pathlib.Path(sys.argv[1]), Config.model_validate(json.loads(sys.argv[2])), sys.argv[3]), stop)
+"""
+
+
+def run_in(folder: Path, **buffer: Any) -> Run:
+    settings = {
+        "name": "stream",
+        "env": {"id": "Acme/Calculator-v0"},
+        "buffer": {"depth": 0, "max_lag": 3, "segment_mb": 1, **buffer},
+        "learner": {"versions": 99, "batch_groups": 2, "group_size": GROUP_SIZE},
+    }
+    return Run(folder, Config.model_validate(settings), f"run-{folder}")
+
+
+class Server:
+    """The buffer in a process; ``dies_at`` names the moment at which it kills itself."""
+
+    def __init__(self, run: Run, dies_at: str = "") -> None:
+        self.run = run
+        self.process = subprocess.Popen([sys.executable, "-c", SERVE, str(run.folder), run.config.model_dump_json(), run.run_id, dies_at])
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            self.process.wait(20)
+
+
+def play(lease: Lease, member: int) -> Trajectory:
+    rng = np.random.default_rng([lease.seed, member])
+    mask = (np.arange(NUM_TOKENS) >= 10).astype(np.uint8)
+    segment = Segment(
+        rng.integers(0, 250, NUM_TOKENS).astype(np.int32),
+        mask,
+        np.where(mask == 1, -rng.random(NUM_TOKENS), 0).astype(np.float32),
+        np.zeros(1, np.int32),
+        np.array([lease.admit_version], np.int32),
+        np.array([0, 10], np.int32),
+        ("user", "assistant"),
+        (None, None),
+    )
+    key = TrajectoryKey(lease.lineage, lease.group_id, member, lease.attempt)
+    return Trajectory(key, lease.env_id, lease.task_index, lease.seed, lease.purpose, (segment,), float(rng.random()), "terminated", "terminated")
+
+
+class Actor:
+    """Plays leases in a thread with its own loop."""
+
+    def __init__(self, run: Run) -> None:
+        self.acknowledged: list[TrajectoryKey] = []
+        self.sent = 0
+        self._run = run
+        self._pool = ThreadPoolExecutor(1)
+        self._done = self._pool.submit(lambda: asyncio.run(self._act()))
+
+    async def _act(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        async with ActorClient(self._run.endpoint, self._run.run_id, "actor-0") as self.client, asyncio.TaskGroup() as tasks:
+            self.client.credit(4)
+            while (lease := await self.client.next_lease()) is not None:
+                tasks.create_task(self._play(self.client, lease))
+            await self.client.release()
+
+    async def _play(self, client: ActorClient, lease: Lease) -> None:
+        for member in lease.members:
+            self.sent += 1
+            trajectory = play(lease, member)
+            await client.append(trajectory)
+            self.acknowledged.append(trajectory.key)
+        client.finish(lease.group_id)
+        client.credit(4)
+
+    def stop(self) -> None:
+        self._loop.call_soon_threadsafe(self.client.stop)
+        self._done.result(30)
+        self._pool.shutdown()
+
+
+@contextlib.contextmanager
+def acting(run: Run) -> Iterator[Actor]:
+    actor = Actor(run)
+    try:
+        yield actor
+    finally:
+        actor.stop()
+
+
+def pull(learner: LearnerClient, version: int) -> Batch:
+    stop = threading.Event()
+    timer = threading.Timer(40, stop.set)
+    timer.start()
+    try:
+        batch = learner.pull(version, lambda reason: None, stop)
+    finally:
+        timer.cancel()
+    assert batch is not None, f"no batch {version} within 40 s"
+    return batch
+
+
+def train(learner: LearnerClient, first: int, last: int) -> dict[int, Batch]:
+    batches = {}
+    for version in range(first, last + 1):
+        batches[version] = pull(learner, version)
+        learner.trained(version)
+    return batches
+
+
+def content(batch: Batch) -> Any:
+    return [(item.key, item.reward, item.segments[0].token_ids.tolist(), item.segments[0].behaviour_logprobs.tolist()) for item in batch.trajectories]
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 40.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.02)
+
+
+def files(run: Run, suffix: str) -> list[int]:
+    return sorted(int(path.stem) for path in run.stream_folder.glob(f"*{suffix}"))
+
+
+def checkpoint(run: Run, learner: LearnerClient, version: int) -> None:
+    """As the learner does: sync, then the folder takes its name."""
+    learner.sync()
+    (run.checkpoints_folder / f"v{version:06d}").mkdir(parents=True)
+
+
+def test_trained_segments_become_parquet_while_the_run_goes_on_and_their_batches_are_served_again_the_same(tmp_path: Path) -> None:
+    run = run_in(tmp_path)
+    with Server(run), acting(run), LearnerClient(run.endpoint, run.run_id) as learner:
+        learner.hello(0)
+        batches = train(learner, 1, 4)
+        assert files(run, ".parquet") == [], "nothing is sealed before a sync covered it"
+        learner.sync()
+        wait_until(lambda: len(files(run, ".parquet")) >= 3 and not set(files(run, ".parquet")) & set(files(run, ".arrows")))
+        assert audit(tmp_path).problems == []  # also beside the live buffer
+        again = {version: pull(learner, version) for version in batches}
+        assert all(content(again[version]) == content(batches[version]) for version in batches)
+        assert all(batch.recorded for batch in again.values())
+        train(learner, 5, 5)
+    report = audit(tmp_path)
+    assert (report.closes, report.problems, report.num_trained) == (True, [], 5 * 2 * GROUP_SIZE)
+    assert report.num_sealed >= 3
+    table = pq.read_table(run.stream_folder / "000001.parquet")
+    assert len(table.column("token_ids")[0]) == NUM_TOKENS
+    import duckdb
+
+    with duckdb.connect() as database:
+        (count, tokens) = database.sql(f"SELECT count(*), min(len(token_ids)) FROM '{run.stream_folder}/*.parquet'").fetchall()[0]
+    assert (count >= 3 * GROUP_SIZE, tokens) == (True, NUM_TOKENS)
+
+
+def test_a_damaged_sealed_segment_is_found_by_the_audit_and_refused_at_a_redo(tmp_path: Path) -> None:
+    run = run_in(tmp_path)
+    with Server(run), acting(run), LearnerClient(run.endpoint, run.run_id) as learner:
+        learner.hello(0)
+        train(learner, 1, 3)
+        learner.sync()
+        wait_until(lambda: 1 in files(run, ".parquet") and 1 not in files(run, ".arrows"))
+        with (run.stream_folder / "000001.parquet").open("r+b") as file:
+            file.seek(file.seek(0, 2) // 2)
+            file.write(b"\x55" * 64)
+        with pytest.raises(Refused, match=r"corrupt: .*000001\.parquet"):
+            pull(learner, 1)
+    assert any("000001.parquet" in problem and "checksum" in problem for problem in audit(tmp_path).problems)
+
+
+MOMENTS = ["copy half written", "copy not renamed", "copy renamed, not recorded", "original not removed"]
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_kill_while_sealing_leaves_exactly_one_good_copy(tmp_path: Path, moment: str) -> None:
+    run = run_in(tmp_path)
+    with Server(run) as first, acting(run), LearnerClient(run.endpoint, run.run_id) as learner:
+        learner.hello(0)
+        batches = train(learner, 1, 2)
+        first.process.kill()
+        first.process.wait()
+        with Server(run, moment) as second:
+            learner.sync()
+            assert second.process.wait(40) == -signal.SIGKILL
+        assert audit(tmp_path).problems == []
+        with Server(run):
+            learner.sync()
+            assert content(pull(learner, 1)) == content(batches[1])
+            wait_until(lambda: 1 in files(run, ".parquet") and 1 not in files(run, ".arrows"))
+    assert audit(tmp_path).problems == []
+    assert not list(run.stream_folder.glob("*.tmp"))
+    assert not set(files(run, ".arrows")) & set(files(run, ".parquet"))
+
+
+def test_retention_removes_the_oldest_rows_that_no_checkpoint_can_need_and_the_audit_says_so(tmp_path: Path) -> None:
+    run = run_in(tmp_path, keep_gb=0.0005)
+    with Server(run, "removal recorded, file there") as server, acting(run), LearnerClient(run.endpoint, run.run_id) as learner:
+        learner.hello(0)
+        checkpoint(run, learner, 0)
+        train(learner, 1, 3)
+        checkpoint(run, learner, 3)
+        wait_until(lambda: 1 in files(run, ".parquet"))
+        pull(learner, 1)  # version 0 can still be resumed from
+        batch = train(learner, 4, 6)[6]
+        checkpoint(run, learner, 6)  # two are kept: 3 and 6
+        train(learner, 7, 7)
+        assert server.process.wait(40) == -signal.SIGKILL
+        assert audit(tmp_path).problems == []
+        with Server(run):
+            wait_until(lambda: 1 not in files(run, ".parquet"))
+            with pytest.raises(Refused, match=r"000001\.parquet is gone: .*retention \(buffer\.keep_gb\)"):
+                pull(learner, 1)
+            assert content(pull(learner, 6)) == content(batch), "a checkpoint before it is still there"
+            train(learner, 8, 8)
+    report = audit(tmp_path)
+    assert (report.closes, report.problems, report.num_trained) == (True, [], 8 * 2 * GROUP_SIZE)
+    assert report.num_removed >= GROUP_SIZE
+    assert f"{report.num_removed} trajectories removed by retention" in "\n".join(audit_lines(report))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of sixteen megabytes."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(folder)], capture_output=True, text=True)
+    if mount.returncode:
+        pytest.skip(f"a full disk needs the right to mount a tmpfs: {mount.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def fill(path: Path) -> None:
+    with path.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(65536))
+    with path.open("ab", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(b"0")
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_full_disk_holds_the_actors_loses_nothing_and_the_run_goes_on_once_there_is_space(small_disk: Path, killed: bool) -> None:
+    run = run_in(small_disk / "run", depth=1)
+    run.folder.mkdir()
+    ballast = small_disk / "ballast"
+    with Server(run) as server, acting(run) as actor, LearnerClient(run.endpoint, run.run_id) as learner:
+        learner.hello(0)
+        train(learner, 1, 2)
+        wait_until(lambda: len(actor.acknowledged) == actor.sent)
+        fill(ballast)
+        with ThreadPoolExecutor(1) as pool:
+            trained = pool.submit(train, learner, 3, 3)  # admits leases, whose rows find no room; it is answered once there is some
+            wait_until(lambda: "disk full" in learner.status().holds_for)
+            time.sleep(6)  # longer than actors wait before they send again
+            acknowledged = list(actor.acknowledged)
+            assert len(acknowledged) < actor.sent
+            if killed:
+                server.process.kill()
+                server.process.wait()
+            ballast.unlink()
+            with Server(run) if killed else contextlib.nullcontext():
+                trained.result(40)
+                train(learner, 4, 5)
+                wait_until(lambda: learner.status().holds_for == "")
+                wait_until(lambda: set(acknowledged) < set(actor.acknowledged))
+    report = audit(run.folder)
+    assert (report.closes, report.problems, report.duplicates, report.num_trained) == (True, [], 0, 5 * 2 * GROUP_SIZE)
