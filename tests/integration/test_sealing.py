@@ -103,6 +103,8 @@ class Actor:
     def __init__(self, run: Run) -> None:
         self.acknowledged: list[TrajectoryKey] = []
         self.sent = 0
+        self.may_send = threading.Event()
+        self.may_send.set()
         self._run = run
         self._pool = ThreadPoolExecutor(1)
         self._done = self._pool.submit(lambda: asyncio.run(self._act()))
@@ -119,6 +121,8 @@ class Actor:
         for member in lease.members:
             self.sent += 1
             trajectory = play(lease, member)
+            while not self.may_send.is_set():
+                await asyncio.sleep(0.02)
             await client.append(trajectory)
             self.acknowledged.append(trajectory.key)
         client.finish(lease.group_id)
@@ -255,10 +259,13 @@ def test_retention_removes_the_oldest_rows_that_no_checkpoint_can_need_and_the_a
         pull(learner, 1)  # version 0 can still be resumed from
         batch = train(learner, 4, 6)[6]
         checkpoint(run, learner, 6)  # two are kept: 3 and 6
-        train(learner, 7, 7)
-        assert server.process.wait(40) == -signal.SIGKILL
-        assert audit(tmp_path).problems == []
-        with Server(run):
+        with ThreadPoolExecutor(1) as pool:
+            trained = pool.submit(train, learner, 7, 7)
+            assert server.process.wait(40) == -signal.SIGKILL
+            assert audit(tmp_path).problems == []
+            server = Server(run)
+            trained.result(40)
+        with server:
             wait_until(lambda: 1 not in files(run, ".parquet"))
             with pytest.raises(Refused, match=r"000001\.parquet is gone: .*retention \(buffer\.keep_gb\)"):
                 pull(learner, 1)
@@ -300,21 +307,22 @@ def test_a_full_disk_holds_the_actors_loses_nothing_and_the_run_goes_on_once_the
         learner.hello(0)
         train(learner, 1, 2)
         wait_until(lambda: len(actor.acknowledged) == actor.sent)
+        actor.may_send.clear()
+        acknowledged = list(actor.acknowledged)
+        train(learner, 3, 3)
+        wait_until(lambda: actor.sent > len(acknowledged))
         fill(ballast)
-        with ThreadPoolExecutor(1) as pool:
-            trained = pool.submit(train, learner, 3, 3)  # admits leases, whose rows find no room; it is answered once there is some
-            wait_until(lambda: "disk full" in learner.status().holds_for)
-            time.sleep(6)  # longer than actors wait before they send again
-            acknowledged = list(actor.acknowledged)
-            assert len(acknowledged) < actor.sent
-            if killed:
-                server.process.kill()
-                server.process.wait()
-            ballast.unlink()
-            with Server(run) if killed else contextlib.nullcontext():
-                trained.result(40)
-                train(learner, 4, 5)
-                wait_until(lambda: learner.status().holds_for == "")
-                wait_until(lambda: set(acknowledged) < set(actor.acknowledged))
+        actor.may_send.set()
+        wait_until(lambda: "disk full" in learner.status().holds_for)
+        time.sleep(6)  # longer than actors wait before they send again
+        assert actor.acknowledged == acknowledged
+        if killed:
+            server.process.kill()
+            server.process.wait()
+        ballast.unlink()
+        with Server(run) if killed else contextlib.nullcontext():
+            train(learner, 4, 5)
+            assert learner.status().holds_for == ""
+            wait_until(lambda: len(actor.acknowledged) > len(acknowledged))
     report = audit(run.folder)
     assert (report.closes, report.problems, report.duplicates, report.num_trained) == (True, [], 0, 5 * 2 * GROUP_SIZE)
