@@ -47,7 +47,8 @@ def log_lines(run: Run, chosen: Filter, *, show: str | None = None, tokens: bool
         elif export is not None:
             listed = inspector.listed(chosen)
             num_rows = _export(inspector.tables(listed), EXPORTED, export)
-            yield f"{export}: {len(listed):,} trajectories in {num_rows:,} rows"
+            removed = f"; the rows of {inspector.num_removed:,} more were removed by retention (buffer.keep_gb)" if inspector.num_removed else ""
+            yield f"{export}: {len(listed) - inspector.num_removed:,} trajectories in {num_rows:,} rows{removed}"
         else:
             yield from _list(inspector, chosen)
 
@@ -192,7 +193,7 @@ def _turn(segment: Segment, turn: int, tokenizer: Any) -> Iterator[str]:  # noqa
         ids, logprobs = segment.token_ids[start:stop].tolist(), segment.behaviour_logprobs[start:stop].tolist()
         header = ("position", "id", "version", "logprob", "mask", "text")
         texts = (json.dumps(tokenizer.decode([token]), ensure_ascii=False) for token in ids)
-        columns = zip(range(start, stop), ids, versions, (f"{value:.6f}" for value in logprobs), mask, texts, strict=True)
+        columns = zip(range(start, stop), ids, versions, (f"{value + 0.0:.6f}" for value in logprobs), mask, texts, strict=True)
         yield from ("  " + line for line in aligned([header, *([str(value) for value in row] for row in columns)]))
 
 

@@ -116,6 +116,8 @@ class Inspector:
         self._stream = folder / "stream"
         self._ledger = Ledger(path, None, read_only=True)
         self._sealed: dict[int, Sealed] = {}
+        self.num_removed = 0
+        """Trajectories that :meth:`tables` left out, since retention removed their rows."""
 
     def __enter__(self) -> Inspector:
         return self
@@ -166,14 +168,16 @@ class Inspector:
                 f"group {group_id} has no finished member {member}: it has {group.num_members} members, of which {', '.join(done) or 'none'} finished; "
                 f"list them with --group {group_id}"
             )
-        (batch,) = (batch for _, batch in self._batches(found))
+        batch = next((batch for _, batch in self._batches(found)), None)
+        if batch is None:
+            raise Corrupt(f"group {group_id} member {member}: its rows were removed by retention (buffer.keep_gb); only its line in the list is left")
         return found[0], decode(batch)[0]
 
     def tables(self, listed: Iterable[Listed]) -> Iterator[pa.Table]:
         """The rows of these trajectories in :data:`EXPORTED`, append by append.
 
         Raises:
-            Corrupt: rows are damaged, or were removed by retention.
+            Corrupt: rows are damaged.
 
         """
         for owners, batch in self._batches(listed):
@@ -181,12 +185,17 @@ class Inspector:
             yield pa.Table.from_arrays(columns, schema=EXPORTED)
 
     def _batches(self, listed: Iterable[Listed]) -> Iterator[tuple[list[Listed], pa.RecordBatch]]:
-        """Rows of these trajectories, with the trajectory that each belongs to."""
+        """Rows of these trajectories, with the trajectory that each belongs to; what retention removed is only counted."""
+        removed = {sealed.segment for sealed, gone in self._ledger.segments() if gone}
         wanted: dict[int, dict[tuple[int, int, int], Listed]] = {}
         for one in listed:
             wanted.setdefault(one.append_id, {})[one[:3]] = one
         for append_id in sorted(wanted):
-            batch = self._read(self._ledger.append(append_id)[0])
+            location = self._ledger.append(append_id)[0]
+            if location.segment in removed:
+                self.num_removed += len(wanted[append_id])
+                continue
+            batch = self._read(location)
             keys = list(zip(*(batch.column(name).to_pylist() for name in ("group_id", "member", "attempt")), strict=True))
             rows = [row for row, key in enumerate(keys) if key in wanted[append_id]]
             yield [wanted[append_id][keys[row]] for row in rows], rows_of(batch, rows)

@@ -20,11 +20,12 @@ import pytest
 
 from rollstream.buffer.audit import audit
 from rollstream.buffer.client import ActorClient, LearnerClient
+from rollstream.buffer.inspect import Filter, Inspector
 from rollstream.buffer.types import Batch, Segment, Trajectory, TrajectoryKey
 from rollstream.buffer.wire import Lease
 from rollstream.configs.run_folder import Run
 from rollstream.configs.schema import Config
-from rollstream.errors import Refused
+from rollstream.errors import Corrupt, Refused
 from rollstream.summary import audit_lines
 
 GROUP_SIZE = 3
@@ -230,7 +231,8 @@ MOMENTS = ["copy half written", "copy not renamed", "copy renamed, not recorded"
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_kill_while_sealing_leaves_exactly_one_good_copy(tmp_path: Path, moment: str) -> None:
     run = run_in(tmp_path)
-    with Server(run) as first, acting(run), LearnerClient(run.endpoint, run.run_id) as learner:
+    with contextlib.ExitStack() as servers, acting(run), LearnerClient(run.endpoint, run.run_id) as learner:
+        first = servers.enter_context(Server(run))
         learner.hello(0)
         batches = train(learner, 1, 2)
         first.process.kill()
@@ -239,10 +241,10 @@ def test_a_kill_while_sealing_leaves_exactly_one_good_copy(tmp_path: Path, momen
             learner.sync()
             assert second.process.wait(40) == -signal.SIGKILL
         assert audit(tmp_path).problems == []
-        with Server(run):
-            learner.sync()
-            assert content(pull(learner, 1)) == content(batches[1])
-            wait_until(lambda: 1 in files(run, ".parquet") and 1 not in files(run, ".arrows"))
+        servers.enter_context(Server(run))
+        learner.sync()
+        assert content(pull(learner, 1)) == content(batches[1])
+        wait_until(lambda: 1 in files(run, ".parquet") and 1 not in files(run, ".arrows"))
     assert audit(tmp_path).problems == []
     assert not list(run.stream_folder.glob("*.tmp"))
     assert not set(files(run, ".arrows")) & set(files(run, ".parquet"))
@@ -250,7 +252,8 @@ def test_a_kill_while_sealing_leaves_exactly_one_good_copy(tmp_path: Path, momen
 
 def test_retention_removes_the_oldest_rows_that_no_checkpoint_can_need_and_the_audit_says_so(tmp_path: Path) -> None:
     run = run_in(tmp_path, keep_gb=0.0005)
-    with Server(run, "removal recorded, file there") as server, acting(run), LearnerClient(run.endpoint, run.run_id) as learner:
+    with contextlib.ExitStack() as servers, acting(run), LearnerClient(run.endpoint, run.run_id) as learner:
+        server = servers.enter_context(Server(run, "removal recorded, file there"))
         learner.hello(0)
         checkpoint(run, learner, 0)
         train(learner, 1, 3)
@@ -263,17 +266,23 @@ def test_retention_removes_the_oldest_rows_that_no_checkpoint_can_need_and_the_a
             trained = pool.submit(train, learner, 7, 7)
             assert server.process.wait(40) == -signal.SIGKILL
             assert audit(tmp_path).problems == []
-            server = Server(run)
+            servers.enter_context(Server(run))
             trained.result(40)
-        with server:
-            wait_until(lambda: 1 not in files(run, ".parquet"))
-            with pytest.raises(Refused, match=r"000001\.parquet is gone: .*retention \(buffer\.keep_gb\)"):
-                pull(learner, 1)
-            assert content(pull(learner, 6)) == content(batch), "a checkpoint before it is still there"
-            train(learner, 8, 8)
+        wait_until(lambda: 1 not in files(run, ".parquet"))
+        with pytest.raises(Refused, match=r"000001\.parquet is gone: .*retention \(buffer\.keep_gb\)"):
+            pull(learner, 1)
+        assert content(pull(learner, 6)) == content(batch), "a checkpoint before it is still there"
+        train(learner, 8, 8)
     report = audit(tmp_path)
     assert (report.closes, report.problems, report.num_trained) == (True, [], 8 * 2 * GROUP_SIZE)
     assert report.num_removed >= GROUP_SIZE
+    with Inspector(tmp_path) as inspector:
+        listed = inspector.listed(Filter())
+        left = sum(table.num_rows for table in inspector.tables(listed))
+        assert (inspector.num_removed, left) == (report.num_removed, len(listed) - report.num_removed)
+        with pytest.raises(Corrupt, match=r"group 0 member 0: its rows were removed by retention"):
+            inspector.trajectory(0, 0)
+        assert inspector.query("SELECT count(*) FROM trajectories").column(0).to_pylist() == [left]
     assert f"{report.num_removed} trajectories removed by retention" in "\n".join(audit_lines(report))
 
 
@@ -303,7 +312,8 @@ def test_a_full_disk_holds_the_actors_loses_nothing_and_the_run_goes_on_once_the
     run = run_in(small_disk / "run", depth=1)
     run.folder.mkdir()
     ballast = small_disk / "ballast"
-    with Server(run) as server, acting(run) as actor, LearnerClient(run.endpoint, run.run_id) as learner:
+    with contextlib.ExitStack() as servers, acting(run) as actor, LearnerClient(run.endpoint, run.run_id) as learner:
+        server = servers.enter_context(Server(run))
         learner.hello(0)
         train(learner, 1, 2)
         wait_until(lambda: len(actor.acknowledged) == actor.sent)
@@ -320,9 +330,10 @@ def test_a_full_disk_holds_the_actors_loses_nothing_and_the_run_goes_on_once_the
             server.process.kill()
             server.process.wait()
         ballast.unlink()
-        with Server(run) if killed else contextlib.nullcontext():
-            train(learner, 4, 5)
-            assert learner.status().holds_for == ""
-            wait_until(lambda: len(actor.acknowledged) > len(acknowledged))
+        if killed:
+            servers.enter_context(Server(run))
+        train(learner, 4, 5)
+        assert learner.status().holds_for == ""
+        wait_until(lambda: len(actor.acknowledged) > len(acknowledged))
     report = audit(run.folder)
     assert (report.closes, report.problems, report.duplicates, report.num_trained) == (True, [], 0, 5 * 2 * GROUP_SIZE)
