@@ -136,12 +136,15 @@ def ray_rates(pool: list[Trajectory], seconds: float, repeats: int) -> dict[str,
     try:
         producer: Any = Producer.remote()
         rates: dict[str, list[float]] = {"Ray object store": [], "Ray queue": []}
+        ray.get(ray.get(producer.put_some.remote(len(items))))  # its process has to start
         for _ in range(repeats):
             began, num_tokens = time.perf_counter(), 0
             while time.perf_counter() - began < seconds:
                 num_tokens += sum(len(item["token_ids"]) for item in ray.get(ray.get(producer.put_some.remote(len(items)))))
             rates["Ray object store"].append(num_tokens / (time.perf_counter() - began))
             queue: Any = Queue(maxsize=len(items))
+            queue.put(0)
+            queue.get()
             began, num_tokens = time.perf_counter(), 0
             while time.perf_counter() - began < seconds:
                 filled = producer.fill.remote(queue, len(items))
