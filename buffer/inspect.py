@@ -237,7 +237,7 @@ class Inspector:
             database.execute("SET enable_external_access = false")
             database.execute("SET lock_configuration = true")
             try:
-                found = database.sql(sql)
+                found: Any = database.sql(sql)
             except duckdb.Error as error:
                 raise ConfigError(f"--sql: {' '.join(str(error).split())}; the views are {', '.join(VIEWS)}") from None
             if found is None:
@@ -281,7 +281,7 @@ def _listed(row: tuple[Any, ...], withheld: bool) -> Listed:
     *known, state, version, append_id = row
     oldest = known[9]
     lag = None if version is None or oldest is None or withheld else version - 1 - oldest
-    return Listed(*known, state, version, lag, withheld, append_id)
+    return Listed._make((*known, state, version, lag, withheld, append_id))
 
 
 def _table_of(listed: list[Listed]) -> pa.Table:
