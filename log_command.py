@@ -181,7 +181,7 @@ def _content(content: object) -> str:
     return content if isinstance(content, str) else "" if content is None else json.dumps(content, ensure_ascii=False)
 
 
-def _turn(segment: Segment, turn: int, tokenizer: Any) -> Iterator[str]:  # noqa: ANN401 - transformers has no useful type for it
+def _turn(segment: Segment, turn: int, tokenizer: Any) -> Iterator[str]:
     starts = [*segment.turn_starts.tolist(), segment.num_tokens]
     start, stop = starts[turn], starts[turn + 1]
     versions, mask = segment.token_versions()[start:stop].tolist(), segment.loss_mask[start:stop].tolist()
@@ -197,7 +197,7 @@ def _turn(segment: Segment, turn: int, tokenizer: Any) -> Iterator[str]:  # noqa
         yield from ("  " + line for line in aligned([header, *([str(value) for value in row] for row in columns)]))
 
 
-def _tokenizer(run: Run) -> Any:  # noqa: ANN401 - as above
+def _tokenizer(run: Run) -> Any:
     from .models import check_model_folder, load_tokenizer
 
     folder = Path(run.config.model.path) if isinstance(run.config.model, FolderModel) else run.model_folder
@@ -258,7 +258,7 @@ def _write_jsonl(tables: Iterable[pa.Table], path: Path) -> int:
     return num_rows
 
 
-def _plain(value: Any) -> Any:  # noqa: ANN401 - whatever a column holds
+def _plain(value: Any) -> Any:
     """As JSON has it: what is not a number becomes null, bytes hex, anything else its text."""
     if isinstance(value, dict):
         return {str(key): _plain(inner) for key, inner in value.items()}  # pyright: ignore[reportUnknownArgumentType]

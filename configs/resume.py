@@ -15,7 +15,8 @@ from .schema import Config
 
 FIXED = (
     *("seed", "imports", "model", "env", "warmup"),
-    *("learner.batch_groups", "learner.group_size", "learner.preset", "learner.loss", "learner.advantage", "learner.optimizer", "learner.updates", "learner.policy"),
+    *("learner.batch_groups", "learner.group_size", "learner.preset", "learner.loss", "learner.advantage"),
+    *("learner.optimizer", "learner.updates", "learner.policy"),
     *("buffer.depth", "buffer.max_lag", "buffer.degenerate", "buffer.max_refill"),
 )
 """Keys and sections that a resumed run keeps."""

@@ -6,8 +6,6 @@ released by its answers; each step of the trial that takes longer than its limit
 produces    notices, or one line that says what to change
 """
 
-# ruff: noqa: ANN401 - what a tool takes may be anything
-
 from __future__ import annotations
 
 import asyncio

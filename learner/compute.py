@@ -5,8 +5,6 @@ through autocast, and the output matrix meets hidden states in float32, since lo
 is published is the float32 weights: a sampler that holds fewer bits rounds them itself.
 """
 
-# ruff: noqa: ANN401 - a model's own parts are not typed
-
 from __future__ import annotations
 
 import functools
