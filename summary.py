@@ -17,7 +17,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from .buffer.audit import AuditReport, audit
+from .buffer.audit import audit
+from .buffer.audit_report import AuditReport
 from .configs.run_folder import Run
 from .errors import RollstreamError, describe
 from .tail import SMOOTH, Row, clock, read_rows, smoothed

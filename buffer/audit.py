@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ..errors import Corrupt, RunFolderError
+from .audit_report import AuditReport, EnvBias
 from .columns import SCHEMA_MESSAGE, from_frame
 from .facts import Lists, sampled
 from .ledger import BatchRow, Ledger
@@ -31,62 +32,6 @@ Column = npt.NDArray[Any]
 _READ = ("group_id", "member", "attempt", "env_id", "reward", "env_metrics", "loss_mask", "version_starts", "version_values")
 _UNSAMPLED = np.iinfo(np.int32).max
 _MAX_NAMED = 5  # problems of one kind that are spelled out
-
-
-@dataclass(frozen=True, slots=True)
-class EnvBias:
-    """Trained against everything that was played, for one environment: means over trajectories (NaN where there are none).
-
-    A trained mean away from the leased one says that what could be trained depended on it (long episodes came too late, say).
-    """
-
-    num_leased: int
-    num_trained: int
-    leased_tokens_mean: float
-    trained_tokens_mean: float
-    leased_reward_mean: float
-    trained_reward_mean: float
-    leased_success_mean: float
-    trained_success_mean: float
-
-
-@dataclass(slots=True)
-class AuditReport:
-    """What the audit found. ``counts`` are groups per state; ``num_trained`` and ``num_age_drops`` count trajectories (trained; withheld for age).
-
-    ``failures`` counts failed trajectories per reason: they carry no training signal, so none counts as trained. ``endings`` counts the others by how they
-    ended. ``num_repeated`` are failed attempts that were played again.
-
-    ``problems`` is empty in a sound run. ``unrecorded_bytes`` lie behind what the ledger recorded: appends a live buffer is just making, or was making when it
-    was killed; nobody was told they were stored. ``num_sealed`` segments are Parquet; ``num_removed`` trajectories lay in segments that retention removed, so
-    only the ledger still speaks of them.
-    """
-
-    folder: Path
-    lineage: int = 0
-    version: int = 0
-    num_leased: int = 0
-    counts: dict[str, int] = field(default_factory=dict[str, int])
-    drop_reasons: dict[str, int] = field(default_factory=dict[str, int])
-    closes: bool = False
-    problems: list[str] = field(default_factory=list[str])
-    num_batches: int = 0
-    num_appends: int = 0
-    num_rows: int = 0
-    num_trajectories: int = 0
-    size_bytes: int = 0
-    unrecorded_bytes: int = 0
-    num_sealed: int = 0
-    num_removed: int = 0
-    num_trained: int = 0
-    max_lag_trained: int = 0
-    lag_bound: int = 0
-    num_age_drops: int = 0
-    num_repeated: int = 0
-    failures: dict[str, int] = field(default_factory=dict[str, int])
-    endings: dict[str, int] = field(default_factory=dict[str, int])
-    duplicates: int = 0
-    bias: dict[str, EnvBias] = field(default_factory=dict[str, EnvBias])
 
 
 def audit(folder: Path) -> AuditReport:

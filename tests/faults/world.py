@@ -16,7 +16,8 @@ from typing import Any
 
 import psutil
 
-from rollstream.buffer.audit import AuditReport, audit
+from rollstream.buffer.audit import audit
+from rollstream.buffer.audit_report import AuditReport
 from rollstream.buffer.client import SupervisorClient
 from rollstream.buffer.weights import remove_weights
 from rollstream.configs.run_folder import Run

@@ -129,7 +129,7 @@ def test_commands_of_a_page_exist(page: str, capsys: pytest.CaptureFixture[str])
     lines = [shlex.split(line, comments=True) for line in shells.splitlines() if line.startswith("rollstream ")]
     assert lines
     for _, command, *arguments in lines:
-        path = [command, *(arguments[:1] if command == "envs" else [])]
+        path = [command, *(arguments[:1] if command in ("envs", "models") else [])]
         with pytest.raises(SystemExit) as caught:
             cli.main([*path, "--help"])
         assert caught.value.code == 0, f"{page}: rollstream {' '.join(path)}"

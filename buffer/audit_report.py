@@ -1,0 +1,62 @@
+"""What an audit found, as plain numbers; ``audit`` fills it, the command line prints it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class EnvBias:
+    """Trained against everything that was played, for one environment: means over trajectories (NaN where there are none).
+
+    A trained mean away from the leased one says that what could be trained depended on it (long episodes came too late, say).
+    """
+
+    num_leased: int
+    num_trained: int
+    leased_tokens_mean: float
+    trained_tokens_mean: float
+    leased_reward_mean: float
+    trained_reward_mean: float
+    leased_success_mean: float
+    trained_success_mean: float
+
+
+@dataclass(slots=True)
+class AuditReport:
+    """What the audit found. ``counts`` are groups per state; ``num_trained`` and ``num_age_drops`` count trajectories (trained; withheld for age).
+
+    ``failures`` counts failed trajectories per reason: they carry no training signal, so none counts as trained. ``endings`` counts the others by how they
+    ended. ``num_repeated`` are failed attempts that were played again.
+
+    ``problems`` is empty in a sound run. ``unrecorded_bytes`` lie behind what the ledger recorded: appends a live buffer is just making, or was making when it
+    was killed; nobody was told they were stored. ``num_sealed`` segments are Parquet; ``num_removed`` trajectories lay in segments that retention removed, so
+    only the ledger still speaks of them.
+    """
+
+    folder: Path
+    lineage: int = 0
+    version: int = 0
+    num_leased: int = 0
+    counts: dict[str, int] = field(default_factory=dict[str, int])
+    drop_reasons: dict[str, int] = field(default_factory=dict[str, int])
+    closes: bool = False
+    problems: list[str] = field(default_factory=list[str])
+    num_batches: int = 0
+    num_appends: int = 0
+    num_rows: int = 0
+    num_trajectories: int = 0
+    size_bytes: int = 0
+    unrecorded_bytes: int = 0
+    num_sealed: int = 0
+    num_removed: int = 0
+    num_trained: int = 0
+    max_lag_trained: int = 0
+    lag_bound: int = 0
+    num_age_drops: int = 0
+    num_repeated: int = 0
+    failures: dict[str, int] = field(default_factory=dict[str, int])
+    endings: dict[str, int] = field(default_factory=dict[str, int])
+    duplicates: int = 0
+    bias: dict[str, EnvBias] = field(default_factory=dict[str, EnvBias])
