@@ -27,7 +27,7 @@ quickstart: $(VENV)/.base
 test: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pytest
+	$(BIN)/pytest $(PYTEST_ARGS)
 
 unit: setup
 	$(BIN)/pytest tests/unit
