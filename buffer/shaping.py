@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from ..configs.schema import Overlong
+from ..configs.learner_schema import Overlong
 
 Floats = npt.NDArray[np.float64]
 _EQUAL = 1e-9

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..configs.schema import Config, Overlong
+from ..configs.learner_schema import Overlong
+from ..configs.schema import Config
 from .ledger import GroupRow, MemberRow
 from .shaping import is_degenerate, shape_rewards
 

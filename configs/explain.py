@@ -13,7 +13,8 @@ from typing import Any, Literal, Union, cast
 from pydantic.fields import FieldInfo
 from ruamel.yaml import YAML
 
-from .schema import Config, Section
+from .schema import Config
+from .section import Section
 
 _BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<", "multiple_of": "multiple of"}
 _SIMPLE: dict[Any, str] = {int: "integer", float: "number", bool: "true or false", str: "text", type(None): "null", Any: "anything"}

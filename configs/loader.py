@@ -24,9 +24,10 @@ from ruamel.yaml.constructor import DuplicateKeyError
 from ruamel.yaml.error import YAMLError
 
 from ..errors import ConfigError, RunFolderError
+from .learner_schema import Learner
 from .resume import resumed_config
 from .run_folder import Run
-from .schema import Config, Learner, Sampling
+from .schema import Config, Sampling
 
 _PACKAGE = importlib.resources.files(__name__.rpartition(".")[0])
 _UNIONS = {"model", "sampler"}

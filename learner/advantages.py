@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..buffer.shaping import is_degenerate
-from ..configs.schema import Advantage
+from ..configs.learner_schema import Advantage
 from ..errors import ConfigError, DataRefused
 
 Bool = npt.NDArray[np.bool_]

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..configs.schema import Correction
+from ..configs.learner_schema import Correction
 from ..errors import ConfigError
 from .ratios import bounded_exp
 from .segments import Segments

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from ..buffer.shaping import overlong_penalty
-from ..configs.schema import Advantage, Correction, Loss, Overlong
+from ..configs.learner_schema import Advantage, Correction, Loss, Overlong
 from ..errors import ConfigError, DataRefused
 from .advantages import compute_advantages
 from .aggregation import row_weights

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..configs.schema import Loss
+from ..configs.learner_schema import Loss
 from ..errors import ConfigError
 from .aggregation import aggregation_named
 from .corrections import CorrectionWeight, check_rule, correction_weight, self_normalised

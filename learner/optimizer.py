@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from ..configs.schema import Optimizer as OptimizerConfig
+from ..configs.learner_schema import Optimizer as OptimizerConfig
 
 
 def learning_rate(config: OptimizerConfig, version: int, versions: int) -> float:

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..buffer.shaping import shape_rewards
-from ..configs.schema import Advantage, Loss
+from ..configs.learner_schema import Advantage, Loss
 from ..errors import DataRefused
 from .advantages import compute_advantages
 from .aggregation import row_weights

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ..configs.schema import PolicySettings
+from ..configs.learner_schema import PolicySettings
 from ..errors import ConfigError
 from .attention import install, layout_of
 from .collate import MicroBatch

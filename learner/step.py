@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..buffer.types import Batch
-from ..configs.schema import Alarms, Config
+from ..configs.learner_schema import Alarms
+from ..configs.schema import Config
 from ..errors import RoleFailed
 from .collate import Flat, MicroBatch, flatten, pack
 from .objective import Objective, Stats, Tokens

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..configs.schema import Alarms, Updates
+from ..configs.learner_schema import Alarms, Updates
 from .objective import Stats
 from .plan import Plan, Rows, restrict
 from .step import Gradients, Stepper, Update, Work, check_alarms

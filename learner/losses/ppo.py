@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...configs.schema import Loss
+from ...configs.learner_schema import Loss
 from .registry import PerToken, Terms, register_loss
 
 

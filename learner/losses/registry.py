@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...configs.schema import Loss
+from ...configs.learner_schema import Loss
 from ...errors import ConfigError
 from ..segments import Segments
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ...configs.schema import Loss
+from ...configs.learner_schema import Loss
 from ...errors import ConfigError
 from .registry import PerToken, Terms, register_loss
 

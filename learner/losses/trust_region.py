@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...configs.schema import Loss
+from ...configs.learner_schema import Loss
 from ...errors import ConfigError
 from .ppo import clip_conditions
 from .registry import PerToken, Terms, register_loss

@@ -18,9 +18,10 @@ from rollstream import models
 from rollstream.buffer.types import Batch, Segment, Trajectory, TrajectoryKey
 from rollstream.buffer.wire import StatusReply, Welcome
 from rollstream.configs.checks import check_config
+from rollstream.configs.learner_schema import Alarms, Learner
 from rollstream.configs.loader import load_config
 from rollstream.configs.run_folder import Run
-from rollstream.configs.schema import Alarms, Config, Learner
+from rollstream.configs.schema import Config
 from rollstream.errors import ConfigError
 from rollstream.learner.loop import learn_from
 from rollstream.learner.optimizer import adamw

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rollstream.configs.schema import Advantage
+from rollstream.configs.learner_schema import Advantage
 from rollstream.errors import ConfigError, DataRefused
 from rollstream.learner.advantages import _MODES, compute_advantages, register_advantage
 from rollstream.learner.masks import as_mask, response_mask

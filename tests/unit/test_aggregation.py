@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rollstream.configs.schema import Advantage, Loss, Overlong
+from rollstream.configs.learner_schema import Advantage, Loss, Overlong
 from rollstream.errors import ConfigError, DataRefused
 from rollstream.learner.aggregation import _MODES, register_aggregation, row_weights
 from rollstream.learner.plan import Rows, StaleLimit, plan

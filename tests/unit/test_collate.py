@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rollstream.buffer.types import Batch, Segment, Trajectory, TrajectoryKey
-from rollstream.configs.schema import Advantage, Loss
+from rollstream.configs.learner_schema import Advantage, Loss
 from rollstream.errors import DataRefused
 from rollstream.learner.attention import layout_of
 from rollstream.learner.collate import MicroBatch, bins_of, flatten, pack

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import GraniteConfig, GraniteForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from rollstream.configs.schema import PolicySettings
+from rollstream.configs.learner_schema import PolicySettings
 from rollstream.errors import ConfigError
 from rollstream.learner.collate import MicroBatch, pack
 from rollstream.learner.compute import checkpoint_activations

@@ -8,8 +8,8 @@ from typing import get_args
 import pytest
 
 from rollstream.configs.checks import check_config
+from rollstream.configs.learner_schema import Learner, Overlong
 from rollstream.configs.loader import create_run, dump_config, load_config, load_resumed, load_run
-from rollstream.configs.schema import Learner, Overlong
 from rollstream.errors import ConfigError, RunFolderError
 
 MINIMAL = "name: a\nenv: {id: rollstream/KeyValue-v0}\nlearner: {versions: 2, batch_groups: 1, group_size: 2}\n"

@@ -15,7 +15,7 @@ from rollstream.configs.loader import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 READERS = ("actors", "buffer", "configs", "envs", "learner")
-NOT_READERS = {"schema.py", "explain.py"}
+NOT_READERS = {"schema.py", "learner_schema.py", "explain.py"}
 KEYS = {key.path: key for part in parts() for key in part.keys}
 
 

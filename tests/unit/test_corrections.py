@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from rollstream.configs.schema import Correction
+from rollstream.configs.learner_schema import Correction
 from rollstream.errors import ConfigError
 from rollstream.learner.corrections import _LEVELS, _MODES, check_rule, correction_weight, register_level, register_mode, self_normalised
 from rollstream.learner.segments import Segments

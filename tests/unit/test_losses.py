@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from rollstream.configs.schema import Correction, Loss
+from rollstream.configs.learner_schema import Correction, Loss
 from rollstream.errors import ConfigError, DataRefused
 from rollstream.learner.losses import PerToken, loss_names, register_loss
 from rollstream.learner.losses.ppo import clipped_surrogate

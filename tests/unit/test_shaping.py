@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rollstream.buffer.shaping import is_degenerate, overlong_penalty, shape_rewards
-from rollstream.configs.schema import Overlong
+from rollstream.configs.learner_schema import Overlong
 
 
 def test_the_overlong_penalty_is_flat_then_linear_then_flat() -> None:

@@ -1,0 +1,206 @@
+"""The learner's part of the configuration: the loss and everything that enters it, the optimiser, the compute, the alarms; see :mod:`.schema`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from .section import Fraction, Positive, Section
+
+
+class Correction(Section):
+    """One factor of the correction weight (IS weight): a statistic of rho at ``level``, treated by ``mode`` with bounds ``low`` and ``high``."""
+
+    level: str
+    """Statistic of rho: token, sequence, geometric, min, max, or one you registered."""
+    mode: str
+    """What is done with it: truncate, clip, mask, reject, or one you registered."""
+    low: float | None = None
+    """Lower bound on the ratio trainer / sampler."""
+    high: float | None = None
+    """Upper bound on the ratio trainer / sampler."""
+
+
+class Overlong(Section):
+    """Soft overlong penalty (DAPO): 0 up to ``max_len - buffer``, linear to ``-factor`` at ``max_len``.
+
+    A file may leave both lengths out: they resolve to ``actors.sampling.max_trajectory_tokens`` and a fifth of ``max_len``.
+    """
+
+    max_len: int = Field(ge=1)
+    """Sampled tokens at which the penalty is full."""
+    buffer: int = Field(ge=1)
+    """Over how many tokens before that it grows."""
+    factor: Positive = 1.0
+    """The full penalty, subtracted from the reward."""
+
+
+class Advantage(Section):
+    """How rewards become advantages."""
+
+    mode: str = "grpo"
+    """mean, grpo, rloo, opo, batch_std, none, or one you registered."""
+    eps: float = Field(default=1e-6, ge=0)
+    """Added to the deviation that grpo and batch_std divide by."""
+    ddof: int = Field(default=1, ge=0, le=1)
+    """Degrees of freedom taken off in that deviation: 1 sample, 0 population."""
+    std_over: Literal["all", "live"] = "all"
+    """batch_std over all trajectories, or only those of groups that are not degenerate."""
+    truncated: Literal["keep", "mask", "exclude"] = "keep"
+    """Truncated episodes train (keep), only shape the baseline (mask), or do neither (exclude)."""
+    overlong: Overlong | None = None
+    """Soft penalty for long answers; null is none."""
+
+
+class Loss(Section):
+    """The loss and everything that enters it; names as in the algorithms page of the docs. Keys left out come from the preset, then from here.
+
+    ``agg_length``, where ``agg: seq_mean_fixed`` needs it and a file leaves it out, resolves to ``actors.sampling.max_trajectory_tokens``.
+    """
+
+    kind: str = "ppo"
+    """Name of the per-token loss; see the algorithms page, or one you registered."""
+    old: Literal["prox", "mu", "cur"] = "prox"
+    """Anchor of the ratio r: weights at the start of the update (prox), the policy that sampled (mu), the live one (cur)."""
+    eps_low: float = Field(default=0.2, ge=0)
+    """Width of the clip below 1 (an offset of the log ratio in gmpo)."""
+    eps_high: float = Field(default=0.2, ge=0)
+    """Width of the clip above 1 (an offset of the log ratio in gmpo)."""
+    dual_clip: float | None = Field(default=None, gt=1)
+    """Cap on the ratio where the advantage is negative; null is none."""
+    delta: Positive = 0.1
+    """Radius of the trust region of dppo_tv and dppo_kl."""
+    is_cap: float | None = Field(default=None, gt=0)
+    """Cap on the frozen weight of the trust-region losses; null is none."""
+    tau_pos: Positive = 1.0
+    """Steepness of sapo where the advantage is positive."""
+    tau_neg: Positive = 1.05
+    """Steepness of sapo elsewhere."""
+    opsm_delta: float | None = None
+    """Off-policy sequence mask: rows with negative advantage and mean log(mu / pi) above this get weight 0; null is off."""
+    mu_sq_coef: float = Field(default=0.0, ge=0)
+    """Coefficient of the squared log ratio to the policy that sampled."""
+    dro_beta: float = Field(default=0.0, ge=0)
+    """Coefficient of the squared log ratio in dro and dro_seq."""
+    m2_threshold: Positive = 0.04
+    """Bound of m2po on the mean squared log ratio of the tokens it may drop."""
+    m2_directional: bool = True
+    """m2po may drop only tokens that already moved the way their advantage points."""
+    entropy_coef: float = 0.0
+    """Coefficient of the entropy bonus."""
+    kl: Literal["k1", "k2", "k3", "abs"] | None = None
+    """Estimator of the KL term towards version 0; null is none."""
+    kl_coef: float = Field(default=0.0, ge=0)
+    """Coefficient of the KL term."""
+    kl_is: bool = False
+    """Multiply the KL term by the ratio to the policy that sampled."""
+    agg: str = "token_mean"
+    """How token losses become one number; see the algorithms page."""
+    agg_length: float | None = Field(default=None, gt=0)
+    """Constant row length of ``seq_mean_fixed``."""
+    agg_const: float | None = Field(default=None, gt=0)
+    """Divisor of ``fixed``."""
+    correction: tuple[Correction, ...] = ()
+    """Rules whose factors multiply to the correction weight; empty is weight 1."""
+    correction_unit: Literal["row", "trajectory"] = "row"
+    """Statistics beyond a token are over a row, or over all rows of a trajectory."""
+    self_normalise: bool = False
+    """Divide the correction weight by its mean over the batch."""
+    nonfinite: Literal["raise", "drop"] = "raise"
+    """A number that is not finite refuses the batch (raise), or its token leaves the loss (drop)."""
+
+
+class Optimizer(Section):
+    """AdamW with linear warm-up and a schedule; ``max_grad_norm`` clips the global norm."""
+
+    learning_rate: Positive = 1e-6
+    """Full rate of AdamW, after the warm-up."""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    """Decay of the running means of the gradient and of its square."""
+    eps: Positive = 1e-8
+    """Added to the denominator of the update."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled decay of matrices; norms, biases and embeddings do not decay."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """After the warm-up: constant, or falling to 0 at the last version."""
+    warmup_versions: int = Field(default=0, ge=0)
+    """Versions over which the rate rises linearly."""
+    max_grad_norm: Positive = 1.0
+    """Global gradient norm above which gradients are scaled down."""
+
+
+class PolicySettings(Section):
+    """How the policy computes. ``activation_checkpointing`` keeps each layer's input only and computes the rest again: less memory, a third more time.
+
+    ``compute_dtype: bfloat16`` runs the body's matrix products in bfloat16; weights, optimiser and log-probabilities stay float32.
+    """
+
+    activation_checkpointing: bool = False
+    """Keep only each layer's input for the backward pass."""
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the matrix products of the model's body."""
+
+
+class Updates(Section):
+    """How many optimiser updates one batch gives: ``mini_batches`` shares of whole groups, gone through ``epochs`` times. Together they make one version."""
+
+    mini_batches: int = Field(default=1, ge=1)
+    """Shares of whole groups that a batch is cut into, one optimiser update each."""
+    epochs: int = Field(default=1, ge=1)
+    """How often a batch is gone through."""
+
+
+class Checkpoint(Section):
+    """When checkpoints are written and which stay. Version 0 and the last version are always written.
+
+    The newest ``keep_last`` stay, and with ``keep_every`` for good those whose version is a multiple of it: a multiple of ``every`` itself.
+    """
+
+    every: int = Field(default=50, ge=1)
+    """Versions between two checkpoints."""
+    keep_last: int = Field(default=2, ge=1)
+    """How many of the newest stay on disk."""
+    keep_every: int | None = Field(default=None, ge=1)
+    """Multiples of this many versions stay for good; null keeps only the newest."""
+
+
+class Alarms(Section):
+    """Bounds on the drift between the policy that sampled and the one that learns."""
+
+    ess_warn: Fraction = 0.5
+    """Effective sample size, as a share, below which a warning is logged."""
+    ess_stop: Fraction = 0.2
+    """Effective sample size, as a share, below which the run stops before the step."""
+    kl_warn: Positive = 0.05
+    """Mean k3 estimate of a KL divergence per token above which a warning is logged."""
+    trust_masked_warn: Fraction = 0.05
+    """Share of tokens outside the trust region above which a warning is logged."""
+    max_skipped: int = Field(default=5, ge=0)
+    """Consecutive steps skipped for a non-finite gradient before the run stops."""
+
+
+class Learner(Section):
+    """The learner. ``versions`` batches of ``batch_groups`` groups with ``group_size`` trajectories each are trained."""
+
+    versions: int = Field(ge=1)
+    """Policy versions to train: optimiser steps, skipped ones included."""
+    batch_groups: int = Field(ge=1)
+    """Groups per batch."""
+    group_size: int = Field(ge=1)
+    """Trajectories per group, all from one task and seed."""
+    preset: Literal["async", "grpo", "gspo", "cispo", "dr_grpo", "dapo"] = "async"
+    """Values laid under those of the file; see the algorithms page."""
+    loss: Loss = Loss()
+    advantage: Advantage = Advantage()
+    optimizer: Optimizer = Optimizer()
+    updates: Updates = Updates()
+    policy: PolicySettings = PolicySettings()
+    checkpoint: Checkpoint = Checkpoint()
+    alarms: Alarms = Alarms()
+    tokens_per_micro_batch: int = Field(default=16384, ge=1)
+    """Tokens packed into one forward and backward; at least ``max_trajectory_tokens``."""
+    device: str = "cpu"
+    """Where the learner computes: ``cpu``, ``cuda``, ``cuda:N``."""
+    num_threads: int = Field(default=1, ge=1)
+    """PyTorch threads of the learner; a resume that is exact needs the same number."""
