@@ -34,7 +34,7 @@ RATE_WINDOW_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class ProcessState:
-    """One role process as the supervisor knows it. ``state`` is a word: starting, running, restarting, ended."""
+    """One role process as the supervisor knows it. ``state`` is a word: placing, starting, running, restarting, ended."""
 
     name: str
     state: str

@@ -13,8 +13,9 @@ import pytest
 from rollstream.configs.loader import create_run, load_config
 from rollstream.configs.run_folder import Run
 from rollstream.errors import ConfigError, DeadlineExceeded, EnvError, RollstreamError, describe
-from rollstream.roles import Death, RoleProcess, root_cause, run_role
-from rollstream.run import MAX_RESTART_DELAY_S, RESTART_DELAY_S, _Restarts
+from rollstream.processes import Death, Role, RoleProcess, error_path, write_error
+from rollstream.roles import root_cause, run_role
+from rollstream.supervisor import MAX_RESTART_DELAY_S, RESTART_DELAY_S, Restarts
 
 
 def death(
@@ -28,7 +29,7 @@ def killed(lived_s: float = 3.0) -> Death:
 
 
 def test_the_same_error_twice_in_a_row_ends_the_run() -> None:
-    restarts = _Restarts()
+    restarts = Restarts()
     assert restarts.refuse(death(), 10) is None
     restarts.plan(death(), 0.0)
     refusal = restarts.refuse(death(), 10)
@@ -38,13 +39,13 @@ def test_the_same_error_twice_in_a_row_ends_the_run() -> None:
 
 
 def test_the_same_error_after_a_long_life_is_answered_with_a_restart() -> None:
-    restarts = _Restarts()
+    restarts = Restarts()
     restarts.plan(death(), 0.0)
     assert restarts.refuse(death(lived_s=120.0), 10) is None
 
 
 def test_another_error_a_kill_and_a_silent_buffer_are_answered_with_a_restart() -> None:
-    restarts = _Restarts()
+    restarts = Restarts()
     restarts.plan(death("boom"), 0.0)
     assert restarts.refuse(death("bang"), 10) is None
     restarts.plan(killed(), 0.0)
@@ -55,15 +56,15 @@ def test_another_error_a_kill_and_a_silent_buffer_are_answered_with_a_restart() 
 
 
 def test_an_error_of_the_input_ends_the_run_at_once() -> None:
-    assert _Restarts().refuse(death(exit_code=2), 10) == "boom"
+    assert Restarts().refuse(death(exit_code=2), 10) == "boom"
 
 
 def test_environments_that_fail_too_often_end_the_run_at_once() -> None:
-    assert _Restarts().refuse(death("60 of the last 100 failed", kind="EnvError", families=("EnvError", "RollstreamError")), 10) == "60 of the last 100 failed"
+    assert Restarts().refuse(death("60 of the last 100 failed", kind="EnvError", families=("EnvError", "RollstreamError")), 10) == "60 of the last 100 failed"
 
 
 def test_restarts_are_bounded_and_the_refusal_names_the_bound() -> None:
-    restarts = _Restarts()
+    restarts = Restarts()
     for _ in range(3):
         assert restarts.refuse(killed(), 3) is None
         restarts.plan(killed(), 0.0)
@@ -73,7 +74,7 @@ def test_restarts_are_bounded_and_the_refusal_names_the_bound() -> None:
 
 
 def test_delays_double_up_to_a_bound_and_start_anew_after_a_healthy_life() -> None:
-    restarts = _Restarts()
+    restarts = Restarts()
     delays = [restarts.plan(killed(), 0.0) for _ in range(10)]
     assert delays[:3] == [RESTART_DELAY_S, 2 * RESTART_DELAY_S, 4 * RESTART_DELAY_S]
     assert delays[-1] == MAX_RESTART_DELAY_S
@@ -104,11 +105,11 @@ def wait_for_death(process: RoleProcess) -> Death:
             return found
         ended.wait(0.05)
     process.kill()
-    raise AssertionError(f"{process.name} did not end")
+    raise AssertionError(f"{process.role.name} did not end")
 
 
 def test_a_role_killed_by_a_signal_is_told_with_the_signals_name(run: Run) -> None:
-    process = RoleProcess(run, "actor", "actor-0", 1)
+    process = RoleProcess(run, Role("actor", "actor-0"))
     process.start()
     process.kill()
     found = wait_for_death(process)
@@ -121,7 +122,7 @@ def test_a_role_killed_by_a_signal_is_told_with_the_signals_name(run: Run) -> No
 def test_a_role_that_fails_hands_over_its_error_and_its_cpu_time(run: Run) -> None:
     broken = run.folder / "config.yaml"
     broken.write_text(broken.read_text().replace("imports: []", "imports: [nowhere.py]"))
-    process = RoleProcess(run, "actor", "actor-0", 1)
+    process = RoleProcess(run, Role("actor", "actor-0"))
     process.start()
     found = wait_for_death(process)
     assert (found.kind, found.exit_code, found.needs_other_input) == ("ConfigError", 2, True)
@@ -139,7 +140,7 @@ def test_a_role_that_fails_hands_over_its_error_and_its_cpu_time(run: Run) -> No
 
 def test_a_role_that_dies_before_it_can_record_anything_is_told_by_the_last_line_of_its_log(run: Run) -> None:
     run.config_path.write_text("name: [")
-    process = RoleProcess(run, "buffer", "buffer", 1)
+    process = RoleProcess(run, Role("buffer", "buffer"))
     process.start()
     found = wait_for_death(process)
     assert found.returncode == 2
@@ -152,12 +153,10 @@ def test_an_id_that_is_no_file_name_is_refused(run: Run) -> None:
 
 
 def test_an_error_record_is_readable_by_anybody(run: Run) -> None:
-    from rollstream.roles import _error_path, _write_error
-
     class Odd(RollstreamError):
         exit_code = 3
 
-    _write_error(_error_path(run, "learner"), Odd("what", "where"))
+    write_error(error_path(run, "learner"), Odd("what", "where"))
     record = json.loads((run.logs_folder / "learner.error.json").read_text())
     assert record == {"kind": "Odd", "families": ["Odd", "RollstreamError", "Exception", "BaseException", "object"], "message": "what: where", "exit_code": 3}
 

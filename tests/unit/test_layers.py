@@ -23,8 +23,10 @@ ALLOWED = {
     "tail": {"configs", "errors"},
     "summary": {"tail", "buffer", "configs", "errors"},
     "watch": {"tail", "buffer", "configs", "errors"},
-    "roles": {"actors", "learner", "models", "envs", "buffer", "configs", "errors"},
-    "run": {"roles", "tail", "watch", "summary", "models", "envs", "buffer", "configs", "errors"},
+    "processes": {"configs", "errors"},
+    "supervisor": {"processes", "tail", "watch", "buffer", "configs", "errors"},
+    "roles": {"processes", "actors", "learner", "models", "envs", "buffer", "configs", "errors"},
+    "run": {"supervisor", "processes", "watch", "models", "envs", "buffer", "configs", "errors"},
     "log_command": {"models", "buffer", "configs", "errors"},
     "cli": {"log_command", "pretrained", "run", "roles", "tail", "watch", "summary", "models", "envs", "buffer", "configs", "errors"},
 }

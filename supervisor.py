@@ -1,0 +1,271 @@
+"""Watches over the roles of one run, however they were started.
+
+consumes    the ends of the role processes; the buffer's status, for the view
+waits for   a tenth of a second, again and again
+released by the learner's end (last version, or its failure), Ctrl-C, SIGTERM
+produces    role processes, restarts; at the end an :class:`Outcome`, and no process, socket or shared memory
+
+A dead actor or buffer is started again, the learner never.
+"""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from types import FrameType
+
+from .buffer.client import SupervisorClient
+from .buffer.weights import remove_weights
+from .buffer.wire import StatusReply
+from .configs.run_folder import Run
+from .errors import RoleFailed, RollstreamError, StreamError
+from .processes import STOP_GRACE_S, Death, Launcher, Process, roles_of
+from .tail import last_version
+from .watch import ProcessState, Snapshot, View
+
+POLL_S = 0.1
+VIEW_EVERY_S = 0.5
+RESTART_DELAY_S = 0.5
+"""Before the first restart; doubles with each further one, up to :data:`MAX_RESTART_DELAY_S`."""
+MAX_RESTART_DELAY_S = 30.0
+HEALTHY_AFTER_S = 60.0
+"""A process that lived this long starts its delays anew."""
+BUFFER_GRACE_S = 8.0
+"""Of the time to stop in order, what is kept for the buffer, which goes last."""
+STATUS_TIMEOUT_S = 0.3
+QUICK_S = 30.0
+"""Two equal failures, each sooner than this after a start, will not be cured by a third."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run ended. ``cpu_s`` are CPU seconds per role name, user and system, restarts included."""
+
+    run: Run
+    exit_code: int
+    error: RollstreamError | None
+    wall_s: float
+    cpu_s: dict[str, float]
+    num_restarts: int
+    notices: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class Restarts:
+    """What is known of one process' failures."""
+
+    last: Death | None = None
+    delay_s: float = RESTART_DELAY_S
+    due_at: float | None = None
+    num: int = field(default=0)
+
+    def refuse(self, death: Death, max_restarts: int) -> str | None:
+        """Why ``death`` must not be answered with another start; None where it may be."""
+        if death.needs_other_input or "EnvError" in death.families:  # an actor counts what one episode costs; what ends it is beyond the bound
+            return death.message
+        same = self.last is not None and death.kind != "" and (death.kind, death.message) == (self.last.kind, self.last.message)
+        if same and self.last is not None and max(death.lived_s, self.last.lived_s) < QUICK_S and "StreamError" not in death.families:
+            return f"{death.message} (twice in a row)"
+        if self.num >= max_restarts:
+            return f"{death.message} (died {self.num + 1} times, launcher.max_restarts {max_restarts}); see its log, or raise the bound"
+        return None
+
+    def plan(self, death: Death, now: float) -> float:
+        """Plans the next start; returns the delay in seconds."""
+        if death.lived_s >= HEALTHY_AFTER_S:
+            self.delay_s = RESTART_DELAY_S
+        delay_s, self.delay_s = self.delay_s, min(self.delay_s * 2, MAX_RESTART_DELAY_S)
+        self.last, self.due_at, self.num = death, now + delay_s, self.num + 1
+        return delay_s
+
+
+class Supervisor:
+    """Owns the role processes of one run."""
+
+    def __init__(self, run: Run, launcher: Launcher, view: View) -> None:
+        self._run, self._launcher, self._view = run, launcher, view
+        self._processes: Sequence[Process] = ()
+        self._restarts = {role.name: Restarts() for role in roles_of(run.config)}
+        self._client = SupervisorClient(run.endpoint, run.run_id)
+        self._signals: list[int] = []
+        self._started_at = time.monotonic()
+        self._viewed_at = float("-inf")
+        self._phase = "running"
+        self._notices: list[str] = []
+        self._failure: RoleFailed | None = None
+        self._finished = False
+
+    def supervise(self) -> Outcome:
+        """Starts the roles, waits for the end of the run, ends them. Never leaves a process behind."""
+        with _signals(self._signals.append), self._view:
+            try:
+                self._clear()
+                with self._launcher:
+                    self._processes = self._launcher.processes(roles_of(self._run.config))
+                    try:
+                        for process in self._processes:
+                            process.start()
+                        while not (self._finished or self._failure or self._signals):
+                            self._tick()
+                    finally:
+                        self._end_roles()
+            finally:
+                self._clear()
+                self._client.close()
+        return self._outcome()
+
+    @property
+    def _buffer(self) -> Process:
+        return self._processes[0]
+
+    def _tick(self) -> None:
+        self._collect()
+        self._start_due()
+        self._show()
+        time.sleep(POLL_S)
+
+    def _collect(self) -> None:
+        for process in self._processes:
+            death = process.poll()
+            if death is not None:
+                self._on_death(process, death)
+
+    def _on_death(self, process: Process, death: Death) -> None:
+        if process.role.kind == "learner":
+            version, last = last_version(self._run.metrics_path), self._run.config.learner.versions
+            self._finished = death.returncode == 0 and version >= last
+            if death.returncode != 0:
+                self._failure = death.error()
+            elif not self._finished:
+                self._failure = RoleFailed(f"learner: was told to stop at version {version} of {last} by somebody else; go on with --resume")
+            return
+        restarts = self._restarts[process.role.name]
+        refusal = restarts.refuse(death, self._run.config.launcher.max_restarts)
+        if refusal is not None:
+            self._failure = RoleFailed(f"{process.role.name}: {refusal}")
+            self._failure.exit_code = death.exit_code
+            return
+        delay_s = restarts.plan(death, time.monotonic())
+        self._notice(f"{process.role.name} died: {death.message}; starting it again in {delay_s:g} s")
+
+    def _start_due(self) -> None:
+        now = time.monotonic()
+        for process in self._processes:
+            restarts = self._restarts[process.role.name]
+            if restarts.due_at is not None and now >= restarts.due_at:
+                restarts.due_at = None
+                process.start()
+
+    def _notice(self, text: str) -> None:
+        self._notices.append(text)
+        with suppress(OSError), (self._run.logs_folder / "supervisor.log").open("a", encoding="utf-8") as log:  # a full disk must not end the run here
+            log.write(f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} {text}\n")
+
+    def _show(self, *, now: bool = False) -> None:
+        if not now and time.monotonic() - self._viewed_at < VIEW_EVERY_S:
+            return
+        status = self._status()
+        states = [ProcessState(process.role.name, self._state_of(process, status), max(0, process.num_starts - 1)) for process in self._processes]
+        elapsed_s = time.monotonic() - self._started_at
+        self._view.show(Snapshot(self._run, elapsed_s, self._phase, status, states, tuple(self._notices)))
+        self._viewed_at = time.monotonic()
+
+    def _status(self) -> StatusReply | None:
+        if not self._buffer.alive:
+            return None
+        try:
+            return self._client.status(timeout_s=STATUS_TIMEOUT_S)
+        except StreamError:
+            return None
+
+    def _state_of(self, process: Process, status: StatusReply | None) -> str:
+        if not process.alive:
+            return "restarting" if self._restarts[process.role.name].due_at is not None else "ended"
+        if process.doing:
+            return process.doing
+        if process.role.kind == "buffer":
+            return "running" if status is not None else "starting"
+        known = status is not None and any(peer.peer_id == process.role.name for peer in status.peers)
+        return "running" if known else "starting"
+
+    # --- the end ---
+
+    def _end_roles(self) -> None:
+        """Actors and learner first, while the buffer still takes what they finish; then the buffer. A further signal ends all at once."""
+        self._phase = "finishing" if self._finished else "stopping"
+        began = time.monotonic()
+        others = [process for process in self._processes if process is not self._buffer]
+        self._end(others, ask_at=began, deadline=began + STOP_GRACE_S - BUFFER_GRACE_S)
+        told = False
+        if self._buffer.alive and not self._at_once:
+            with suppress(StreamError):  # actors started by hand hear of it too, and the buffer waits a little for them
+                told = self._client.stop_everybody(timeout_s=1.0)
+        now = time.monotonic()
+        self._end([self._buffer], ask_at=now + BUFFER_GRACE_S / 2 if told else now, deadline=now + BUFFER_GRACE_S)
+        self._show(now=True)
+
+    def _end(self, processes: Sequence[Process], *, ask_at: float, deadline: float) -> None:
+        """Waits until ``processes`` have ended: asked to at ``ask_at``, by force after ``deadline``."""
+        asked: set[str] = set()
+        forced = False
+        while alive := [process for process in processes if process.alive]:
+            now = time.monotonic()
+            if self._at_once or now > deadline:
+                if not forced:
+                    self._notice(f"ended by force: {', '.join(process.role.name for process in alive)}")
+                forced = True
+                for process in alive:
+                    process.kill()
+            elif now >= ask_at:
+                for process in alive:
+                    if process.role.name not in asked:
+                        asked.add(process.role.name)
+                        process.terminate()
+            for process in alive:
+                death = process.poll()
+                if death is not None and process.role.kind == "learner" and death.returncode > 0 and self._failure is None:
+                    self._failure = death.error()
+            self._show()
+            time.sleep(POLL_S / 2)
+
+    @property
+    def _at_once(self) -> bool:
+        return len(self._signals) > 1
+
+    def _clear(self) -> None:
+        """Removes sockets and shared memory, also those an earlier process of this run had to leave behind."""
+        remove_weights(self._run.weights_folder)
+        shutil.rmtree(self._run.socket_folder, ignore_errors=True)
+        with suppress(OSError):
+            self._run.socket_folder.parent.rmdir()
+
+    def _outcome(self) -> Outcome:
+        if self._failure is not None:
+            exit_code = self._failure.exit_code
+        elif self._finished:
+            exit_code = 0
+        else:
+            exit_code = 128 + self._signals[0] if self._signals else 1
+        cpu_s: dict[str, float] = {process.role.name: process.cpu_s for process in self._processes}
+        num_restarts = sum(max(0, process.num_starts - 1) for process in self._processes)
+        return Outcome(self._run, exit_code, self._failure, time.monotonic() - self._started_at, cpu_s, num_restarts, tuple(self._notices))
+
+
+@contextmanager
+def _signals(note: Callable[[int], None]) -> Generator[None]:
+    """Turns Ctrl-C, SIGTERM and the terminal's end into notes for the loop; the former handlers come back afterwards."""
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        note(number)
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(number, handler) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, former in zip(numbers, before, strict=True):
+            signal.signal(number, former)
