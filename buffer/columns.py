@@ -72,7 +72,8 @@ SCHEMA = pa.schema(
     ],
     metadata={"schema_version": str(SCHEMA_VERSION)},
 )
-"""The rows of the stream. ``reward`` null means not scored, which is not 0; ``routed_experts`` is reserved and null."""
+"""The rows of the stream. ``reward`` null means not scored, which is not 0; ``routed_experts`` is reserved
+and most often null; the digests in ``media`` name blobs (see ``blobs``)."""
 
 SCHEMA_MESSAGE: bytes = SCHEMA.serialize().to_pybytes()
 """What every Arrow IPC stream of these rows starts with."""
@@ -122,8 +123,16 @@ def encode(trajectories: Sequence[Trajectory]) -> pa.RecordBatch:
     except (pa.ArrowException, ValueError, OverflowError) as error:
         named = trajectories[0].key if len(trajectories) == 1 else f"one of {len(trajectories)} trajectories"
         raise DataRefused(f"{named} does not fit the columns of the stream: {error}") from error
-    columns["routed_experts"] = pa.nulls(len(segments), SCHEMA.field("routed_experts").type)
+    columns["routed_experts"] = _experts(segments)
     return pa.RecordBatch.from_arrays([columns[name] for name in SCHEMA.names], schema=SCHEMA)
+
+
+def _experts(segments: Sequence[Segment]) -> pa.Array:
+    """The reserved column; most streams have nothing in it."""
+    kind = SCHEMA.field("routed_experts").type
+    if all(segment.routed_experts is None for segment in segments):
+        return pa.nulls(len(segments), kind)
+    return pa.array([segment.routed_experts for segment in segments], kind)
 
 
 def _offsets(lengths: Sequence[int]) -> tuple[int, pa.Buffer]:
@@ -169,7 +178,7 @@ def decode(batch: pa.RecordBatch) -> list[Trajectory]:
     column = dict(zip(SCHEMA.names, batch.columns, strict=True))
     arrays = [_views(column[name]) for name in (*_TOKEN_ARRAYS, *_RUN_ARRAYS)]
     roles, rewards = (map(tuple, column[name].to_pylist()) for name in ("turn_roles", "turn_rewards"))
-    segments = list(map(Segment, *arrays, roles, rewards, _media(column["media"])))
+    segments = list(map(Segment, *arrays, roles, rewards, _media(column["media"]), _routes(column["routed_experts"])))
     keys = list(map(TrajectoryKey, *(column[name].to_pylist() for name in _KEY)))
     owned = _grouped(segments, keys, column["segment"].to_pylist())
     fields: dict[str, list[Any]] = {name: column[name].to_pylist() for name in _SCALARS}
@@ -194,6 +203,13 @@ def _media(array: pa.Array) -> list[tuple[MediaSpan, ...]]:
     if len(array.values) == 0:
         return [()] * len(array)
     return [tuple(MediaSpan(**span) for span in spans) for spans in array.to_pylist()]
+
+
+def _routes(array: pa.Array) -> list[tuple[bytes, ...] | None]:
+    """The reserved column of each row; most streams have nothing in it."""
+    if array.null_count == len(array):
+        return [None] * len(array)
+    return [None if routes is None else tuple(routes) for routes in array.to_pylist()]
 
 
 def _grouped(segments: list[Segment], keys: list[TrajectoryKey], numbers: list[int]) -> dict[int, tuple[Segment, ...]]:

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ..errors import DataRefused
+from .blobs import is_digest
 from .columns import SCHEMA
 from .types import Status
 
@@ -88,6 +89,8 @@ def facts(batch: pa.RecordBatch) -> list[Fact]:
     _check_tokens(check, lists)
     _check_turns(check, lists, column)
     _check_versions(check, lists)
+    if len(column["media"].values):
+        _check_media(check, lists, column["media"])
     oldest, newest, trained = sampled(lists["loss_mask"], lists["version_starts"], lists["version_values"])
     lengths, spans = np.stack((lists["token_ids"].lengths, trained)), [*firsts[1:], batch.num_rows]
     if len(firsts) < batch.num_rows:
@@ -227,3 +230,22 @@ def _check_versions(check: _Check, lists: dict[str, Lists]) -> None:
     check.rows(starts.values[lasts] >= lists["token_ids"].lengths, "has a version that starts after its last token")
     check.rising(values, "has policy versions that fall", strictly=False)
     check.rows(values.values[firsts] < 0, "has a negative policy version")
+
+
+def _check_media(check: _Check, lists: dict[str, Lists], media: pa.ListArray) -> None:
+    """Each image names its blob by digest, and lies whole inside tokens that the policy did not sample, behind the image before it."""
+    bounds = media.offsets.to_numpy(zero_copy_only=True).astype(np.int64)
+    spans, owner = media.flatten(), np.repeat(np.arange(len(media)), bounds[1:] - bounds[:-1])
+    if any(spans.field(name).null_count for name in ("digest", "mime", "start", "length")):
+        raise DataRefused("media holds spans with nulls inside")
+    bounds = bounds - bounds[0]
+    named = np.array([is_digest(digest) for digest in spans.field("digest").to_pylist()], bool)
+    check.values(bounds, ~named, "names an image by something other than a sha256 in 64 hex digits")
+    starts, lengths = (spans.field(name).to_numpy().astype(np.int64) for name in ("start", "length"))
+    ends = starts + lengths
+    check.values(bounds, (starts < 0) | (lengths < 1) | (ends > lists["token_ids"].lengths[owner]), "has an image outside its tokens")
+    overlaps = np.concatenate(([False], (starts[1:] < ends[:-1]) & (owner[1:] == owner[:-1])))
+    check.values(bounds, overlaps, "has images that overlap or are out of order")
+    mask = lists["loss_mask"]
+    ours = np.array([mask.values[first:last].any() for first, last in zip(mask.bounds[owner] + starts, mask.bounds[owner] + ends, strict=True)], bool)
+    check.values(bounds, ours, "has an image at tokens the policy sampled (loss_mask 1)")

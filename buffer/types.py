@@ -49,7 +49,8 @@ class Segment:
 
     ``token_ids``, ``loss_mask`` (1 where our policy sampled the token) and ``behaviour_logprobs`` (0 where the mask is 0) are ``[T]``.
     Policy versions are run-length coded: tokens ``version_starts[r] .. version_starts[r+1]`` carry ``version_values[r]`` (``[R]``,
-    starts ascending from 0, values never decreasing). ``turn_starts``, ``turn_roles`` and ``turn_rewards`` are ``[K]``.
+    starts ascending from 0, values never decreasing). ``turn_starts``, ``turn_roles`` and ``turn_rewards`` are ``[K]``. ``routed_experts`` is reserved for
+    mixture-of-experts routing replay: carried unread, None where the sampler gave none.
     """
 
     token_ids: Int32
@@ -61,6 +62,7 @@ class Segment:
     turn_roles: tuple[str, ...]
     turn_rewards: tuple[float | None, ...]
     media: tuple[MediaSpan, ...] = ()
+    routed_experts: tuple[bytes, ...] | None = None
 
     @property
     def num_tokens(self) -> int:

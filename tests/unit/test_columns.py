@@ -73,6 +73,7 @@ def assert_same(found: Trajectory, wanted: Trajectory) -> None:
 
 reals = st.floats(allow_nan=False, allow_infinity=False)
 names = st.text(max_size=12)
+digests = st.binary(min_size=32, max_size=32).map(bytes.hex)
 
 
 @st.composite
@@ -81,6 +82,7 @@ def segments(draw: st.DrawFn) -> Segment:
     mask = np.array(draw(st.lists(st.integers(0, 1), min_size=num_tokens, max_size=num_tokens)), np.uint8)
     starts = sorted(draw(st.sets(st.integers(1, num_tokens - 1), max_size=3))) if num_tokens > 1 else []
     values = sorted(draw(st.lists(st.integers(0, 9), min_size=len(starts) + 1, max_size=len(starts) + 1)))
+    images = sorted(draw(st.sets(st.integers(0, num_tokens - 1), max_size=2)))
     turns = sorted(draw(st.lists(st.integers(0, num_tokens), max_size=4)))
     return Segment(
         np.array(draw(st.lists(st.integers(0, 2**31 - 1), min_size=num_tokens, max_size=num_tokens)), np.int32),
@@ -91,7 +93,8 @@ def segments(draw: st.DrawFn) -> Segment:
         np.array(turns, np.int32),
         tuple(draw(names) for _ in turns),
         tuple(draw(st.none() | reals) for _ in turns),
-        tuple(MediaSpan(draw(names), "image/png", start, 1) for start in draw(st.lists(st.integers(0, num_tokens - 1), max_size=2))),
+        tuple(MediaSpan(draw(digests), "image/png", start, 1) for start in images if not mask[start]),
+        draw(st.none() | st.lists(st.binary(max_size=4), max_size=2).map(tuple)),
     )
 
 
@@ -224,6 +227,10 @@ BAD_SEGMENTS = {
     "turn_roles and turn_starts of different length": {"turn_roles": ("user",)},
     "turn_starts that fall": {"turn_starts": np.array([4, 0], np.int32)},
     "starts outside its tokens": {"turn_starts": np.array([0, 13], np.int32)},
+    "other than a sha256": {"media": (MediaSpan("ab", "image/png", 0, 1),)},
+    "an image outside its tokens": {"media": (MediaSpan("ab" * 32, "image/png", 11, 2),)},
+    "images that overlap": {"media": (MediaSpan("ab" * 32, "image/png", 0, 2), MediaSpan("cd" * 32, "image/png", 1, 1))},
+    "an image at tokens the policy sampled": {"media": (MediaSpan("ab" * 32, "image/png", 3, 2),)},
 }
 
 
