@@ -100,10 +100,15 @@ def train(
 
 
 @app.command()
-def check(config: ConfigArgument, overrides: OverridesArgument = None, debug: DebugOption = False) -> int:
+def check(
+    config: ConfigArgument,
+    overrides: OverridesArgument = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Check what train --resume would do.")] = False,
+    debug: DebugOption = False,
+) -> int:
     """Check a configuration without running it.
 
-    Keys, bounds, contradictions, the environment, the model, ports and memory of this machine. Writes nothing.
+    Keys, bounds, contradictions, the run folder, the environment, the model, ports and memory of this machine. Leaves nothing behind.
     The environment is played: one plain turn, then one call of each tool, each after a fresh reset; what its tools do, they do.
 
     \b
@@ -111,13 +116,13 @@ def check(config: ConfigArgument, overrides: OverridesArgument = None, debug: De
       rollstream check quickstart
       rollstream check my.yaml buffer.max_lag=2
     """
-    from .configs.loader import load_config
+    from .configs.loader import load_config, load_resumed
     from .run import check as check_run
     from .run import check_learner
 
     del debug
-    loaded = load_config(config, overrides or ())
-    for notice in check_run(loaded):
+    loaded = load_resumed(config, overrides or ()) if resume else load_config(config, overrides or ())
+    for notice in check_run(loaded, resume=resume)[1]:
         typer.echo(f"notice: {notice}", err=True)
     check_learner(loaded)
     typer.echo(f"{config}: fine; rollstream train {config} would write {os.path.join(loaded.folder, loaded.name)}")

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from .section import Fraction, Positive, Section
+from .section import MAX_TOKENS, MAX_VERSIONS, Device, Fraction, Positive, Rate, Section
 
 
 class Correction(Section):
@@ -28,9 +28,9 @@ class Overlong(Section):
     A file may leave both lengths out: they resolve to ``actors.sampling.max_trajectory_tokens`` and a fifth of ``max_len``.
     """
 
-    max_len: int = Field(ge=1)
+    max_len: int = Field(ge=1, le=MAX_TOKENS)
     """Sampled tokens at which the penalty is full."""
-    buffer: int = Field(ge=1)
+    buffer: int = Field(ge=1, le=MAX_TOKENS)
     """Over how many tokens before that it grows."""
     factor: Positive = 1.0
     """The full penalty, subtracted from the reward."""
@@ -114,7 +114,7 @@ class Loss(Section):
 class Optimizer(Section):
     """AdamW with linear warm-up and a schedule; ``max_grad_norm`` clips the global norm."""
 
-    learning_rate: Positive = 1e-6
+    learning_rate: Rate = 1e-6
     """Full rate of AdamW, after the warm-up."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     """Decay of the running means of the gradient and of its square."""
@@ -124,7 +124,7 @@ class Optimizer(Section):
     """Decoupled decay of matrices; norms, biases and embeddings do not decay."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """After the warm-up: constant, or falling to 0 at the last version."""
-    warmup_versions: int = Field(default=0, ge=0)
+    warmup_versions: int = Field(default=0, ge=0, le=MAX_VERSIONS)
     """Versions over which the rate rises linearly."""
     max_grad_norm: Positive = 1.0
     """Global gradient norm above which gradients are scaled down."""
@@ -145,9 +145,9 @@ class PolicySettings(Section):
 class Updates(Section):
     """How many optimiser updates one batch gives: ``mini_batches`` shares of whole groups, gone through ``epochs`` times. Together they make one version."""
 
-    mini_batches: int = Field(default=1, ge=1)
+    mini_batches: int = Field(default=1, ge=1, le=65_536)
     """Shares of whole groups that a batch is cut into, one optimiser update each."""
-    epochs: int = Field(default=1, ge=1)
+    epochs: int = Field(default=1, ge=1, le=1000)
     """How often a batch is gone through."""
 
 
@@ -157,11 +157,11 @@ class Checkpoint(Section):
     The newest ``keep_last`` stay, and with ``keep_every`` for good those whose version is a multiple of it: a multiple of ``every`` itself.
     """
 
-    every: int = Field(default=50, ge=1)
+    every: int = Field(default=50, ge=1, le=MAX_VERSIONS)
     """Versions between two checkpoints."""
-    keep_last: int = Field(default=2, ge=1)
+    keep_last: int = Field(default=2, ge=1, le=MAX_VERSIONS)
     """How many of the newest stay on disk."""
-    keep_every: int | None = Field(default=None, ge=1)
+    keep_every: int | None = Field(default=None, ge=1, le=MAX_VERSIONS)
     """Multiples of this many versions stay for good; null keeps only the newest."""
 
 
@@ -176,18 +176,18 @@ class Alarms(Section):
     """Mean k3 estimate of a KL divergence per token above which a warning is logged."""
     trust_masked_warn: Fraction = 0.05
     """Share of tokens outside the trust region above which a warning is logged."""
-    max_skipped: int = Field(default=5, ge=0)
+    max_skipped: int = Field(default=5, ge=0, le=MAX_VERSIONS)
     """Consecutive steps skipped for a non-finite gradient before the run stops."""
 
 
 class Learner(Section):
     """The learner. ``versions`` batches of ``batch_groups`` groups with ``group_size`` trajectories each are trained."""
 
-    versions: int = Field(ge=1)
+    versions: int = Field(ge=1, le=MAX_VERSIONS)
     """Policy versions to train: optimiser steps, skipped ones included."""
-    batch_groups: int = Field(ge=1)
+    batch_groups: int = Field(ge=1, le=65_536)
     """Groups per batch."""
-    group_size: int = Field(ge=1)
+    group_size: int = Field(ge=1, le=32_767)
     """Trajectories per group, all from one task and seed."""
     preset: Literal["async", "grpo", "gspo", "cispo", "dr_grpo", "dapo"] = "async"
     """Values laid under those of the file; see the algorithms page."""
@@ -198,9 +198,9 @@ class Learner(Section):
     policy: PolicySettings = PolicySettings()
     checkpoint: Checkpoint = Checkpoint()
     alarms: Alarms = Alarms()
-    tokens_per_micro_batch: int = Field(default=16384, ge=1)
+    tokens_per_micro_batch: int = Field(default=16384, ge=1, le=100_000_000)
     """Tokens packed into one forward and backward; at least ``max_trajectory_tokens``."""
-    device: str = "cpu"
+    device: Device = "cpu"
     """Where the learner computes: ``cpu``, ``cuda``, ``cuda:N``."""
-    num_threads: int = Field(default=1, ge=1)
+    num_threads: int = Field(default=1, ge=1, le=1024)
     """PyTorch threads of the learner; a resume that is exact needs the same number."""

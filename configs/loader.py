@@ -18,20 +18,18 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 from pydantic import ValidationError
-from pydantic_core import ErrorDetails
 from ruamel.yaml import YAML
 from ruamel.yaml.constructor import DuplicateKeyError
 from ruamel.yaml.error import YAMLError
 
 from ..errors import ConfigError, RunFolderError
 from .learner_schema import Learner
+from .problems import problems_of
 from .resume import resumed_config
 from .run_folder import Run
 from .schema import Config, Sampling
 
 _PACKAGE = importlib.resources.files(__name__.rpartition(".")[0])
-_UNIONS = {"model", "sampler"}
-_KINDS = {"tiny", "folder", "torch", "scripted"}
 _RECORDED_PACKAGES = ("rollstream", "torch", "transformers", "tokenizers", "pyarrow", "pyzmq", "numpy", "gymnasium")
 
 
@@ -207,19 +205,7 @@ def _validate(values: dict[str, Any], name: str) -> Config:
     try:
         return Config.model_validate(values)
     except ValidationError as error:
-        problems = "; ".join(_describe(item) for item in error.errors(include_url=False))
-        raise ConfigError(f"{name}: {problems}") from None
-
-
-def _describe(item: ErrorDetails) -> str:
-    # pydantic puts the kind of a tagged union into the path; nobody writes it
-    key = ".".join(str(part) for place, part in enumerate(item["loc"]) if not (place and part in _KINDS and item["loc"][place - 1] in _UNIONS)) or "the file"
-    if item["type"] == "extra_forbidden":
-        return f"{key}: unknown key; check the spelling, or see `rollstream show-config` for every key there is"
-    if item["type"] == "missing":
-        return f"{key}: is required"
-    message = item["msg"][0].lower() + item["msg"][1:]
-    return f"{key}: {message.removeprefix('value error, ')} (got {item['input']!r})"
+        raise ConfigError(f"{name}: {problems_of(error)}") from None
 
 
 def _write_config(run: Run) -> None:

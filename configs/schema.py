@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from .learner_schema import Learner
-from .section import Fraction, Positive, Section
+from .section import MAX_TOKENS, Device, Fraction, Rate, Seconds, Section
 
 # --- model --------------------------------------------------------------------------------------------------------------------------
 
@@ -29,7 +29,7 @@ class TinyModel(Section):
     """Query heads per layer; a multiple of ``num_kv_heads``."""
     num_kv_heads: int = Field(default=2, ge=1, le=128)
     """Key-value heads per layer."""
-    max_positions: int = Field(default=512, ge=16)
+    max_positions: int = Field(default=512, ge=16, le=MAX_TOKENS)
     """Longest sequence in tokens, prompt and turns together."""
 
 
@@ -59,13 +59,13 @@ class Env(Section):
 class Warmup(Section):
     """Supervised steps on the environment's scripted demonstrations, before version 0. ``correct`` is the share of demonstrations that are right."""
 
-    steps: int = Field(default=150, ge=1)
+    steps: int = Field(default=150, ge=1, le=1_000_000)
     """Supervised optimiser steps."""
-    demonstrations_per_step: int = Field(default=48, ge=1)
+    demonstrations_per_step: int = Field(default=48, ge=1, le=65_536)
     """Scripted conversations in each of them."""
     correct: Fraction = 0.4
     """Share of the demonstrations that earn the full reward."""
-    learning_rate: Positive = 1e-3
+    learning_rate: Rate = 1e-3
     """AdamW's rate during the warm-up."""
 
 
@@ -80,21 +80,21 @@ class Buffer(Section):
     also be replaced by up to ``max_refill`` further groups (refill).
     """
 
-    depth: int = Field(default=1, ge=0)
+    depth: int = Field(default=1, ge=0, le=10_000)
     """Batches that may be leased beyond the one being trained; 0 is synchronous training."""
-    max_lag: int = Field(default=4, ge=0)
+    max_lag: int = Field(default=4, ge=0, le=10_000)
     """Largest lag, in versions, of a token that trains; at least ``depth``."""
     degenerate: Literal["keep", "mask", "refill"] = "keep"
     """A group whose rewards are all equal stays in the denominators (keep), leaves the loss (mask), or is also replaced (refill)."""
-    max_refill: int = Field(default=4, ge=1)
+    max_refill: int = Field(default=4, ge=1, le=1_000_000)
     """Groups a batch may take beyond ``batch_groups`` to replace degenerate ones; read with refill."""
     endpoint: str = Field(default="ipc", pattern=r"^(ipc|tcp://(127\.0\.0\.1|localhost):\d{1,5})$")
     """Where the buffer listens: ``ipc`` (a Unix socket in a private folder) or ``tcp://127.0.0.1:PORT``."""
-    lease_timeout_s: Positive = 60.0
+    lease_timeout_s: Seconds = 60.0
     """Silence of an actor after which its leases are offered to others."""
-    max_attempts: int = Field(default=3, ge=1)
+    max_attempts: int = Field(default=3, ge=1, le=1000)
     """How often a member is played before its infrastructure or environment failure is recorded as failed."""
-    segment_mb: int = Field(default=256, ge=1)
+    segment_mb: int = Field(default=256, ge=1, le=65_536)
     """Size at which a segment of the log is closed and the next one opened."""
     keep_gb: float | None = Field(default=None, gt=0)
     """Above this size the oldest rows of the stream that no checkpoint can need again are removed; null keeps everything."""
@@ -106,15 +106,15 @@ class Buffer(Section):
 class Sampling(Section):
     """How tokens are drawn while training."""
 
-    temperature: Positive = 1.0
+    temperature: Annotated[float, Field(gt=0, le=100)] = 1.0
     """Divides the logits before sampling; the learner scores at the same temperature."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Smallest set of tokens of this total probability is sampled from; training needs 1."""
-    top_k: int = Field(default=0, ge=0)
+    top_k: int = Field(default=0, ge=0, le=MAX_TOKENS)
     """Only the ``top_k`` most probable tokens are sampled from; 0 is all of them, which training needs."""
-    max_turn_tokens: int = Field(default=64, ge=1)
+    max_turn_tokens: int = Field(default=64, ge=1, le=MAX_TOKENS)
     """Most tokens the policy may say in one turn."""
-    max_trajectory_tokens: int = Field(default=256, ge=2)
+    max_trajectory_tokens: int = Field(default=256, ge=2, le=MAX_TOKENS)
     """Most tokens of a whole episode, prompt and observations included; what would exceed it is truncated."""
 
 
@@ -122,7 +122,7 @@ class ScriptedSampler(Section):
     """A deterministic double without a model: for tests of everything around the sampler."""
 
     kind: Literal["scripted"]
-    token_delay_s: float = Field(default=0.0, ge=0)
+    token_delay_s: float = Field(default=0.0, ge=0, le=3600)
     """Pause before every token."""
 
 
@@ -132,7 +132,7 @@ class TorchSampler(Section):
     kind: Literal["torch"] = "torch"
     on_push: Literal["keep", "recompute", "drain"] = "keep"
     """New weights keep the KV cache, recompute it, or wait until running generations are drained."""
-    max_batch: int = Field(default=256, ge=1)
+    max_batch: int = Field(default=256, ge=1, le=65_536)
     """Most episodes in one forward; further ones wait."""
 
 
@@ -142,19 +142,19 @@ Sampler = Annotated[TorchSampler | ScriptedSampler, Field(discriminator="kind")]
 class Actors(Section):
     """The rollout actors: ``num`` processes with ``slots`` concurrent episodes each."""
 
-    num: int = Field(default=1, ge=1)
+    num: int = Field(default=1, ge=1, le=10_000)
     """Actor processes."""
-    slots: int = Field(default=96, ge=1)
+    slots: int = Field(default=96, ge=1, le=65_536)
     """Episodes each of them plays at once."""
-    episode_timeout_s: Positive = 300.0
+    episode_timeout_s: Seconds = 300.0
     """Longest time one episode may take, sampling included."""
     max_invalid_share: Fraction = 0.5
     """Above this share of invalid episodes (over the last 100 and more) the run stops with the reasons; below 1 also when the first 16 of an actor all fail."""
     sampler: Sampler = TorchSampler()
     sampling: Sampling = Sampling()
-    device: str = "cpu"
+    device: Device = "cpu"
     """Where the sampler computes: ``cpu``, ``cuda``, ``cuda:N``."""
-    num_threads: int = Field(default=1, ge=1)
+    num_threads: int = Field(default=1, ge=1, le=1024)
     """PyTorch threads of each actor."""
 
 
@@ -165,7 +165,7 @@ class LocalLauncher(Section):
     """Starts the roles as processes on this machine; a dead actor or buffer is restarted up to ``max_restarts`` times."""
 
     kind: Literal["local"] = "local"
-    max_restarts: int = Field(default=10, ge=0)
+    max_restarts: int = Field(default=10, ge=0, le=1_000_000)
     """Deaths of actors and buffer, together, that are answered by a restart."""
 
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from rollstream import cli
+from rollstream.configs.claim import locked
 from rollstream.configs.loader import create_run, load_config
 from rollstream.errors import ConfigError
 from rollstream.roles import probe
-from rollstream.run import locked
 
 ENV_FILE = """
 import rollstream
