@@ -13,12 +13,12 @@ $(VENV)/.base: pyproject.toml constraints.txt
 		|| { echo "error: Rollstream needs Python 3.11 or newer, found '$(PYTHON)'; set PYTHON=/path/to/python3.11"; exit 1; }
 	@echo "Installing Rollstream and PyTorch into $(VENV): about 1.6 GB, a few minutes"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable .
+	$(BIN)/pip install --no-compile --quiet --disable-pip-version-check --constraint constraints.txt --editable .
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.base
 	@echo "Installing the tools for tests into $(VENV)"
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/pip install --no-compile --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
 quickstart: $(VENV)/.base

@@ -284,3 +284,4 @@ def _line_of(error: BaseException) -> str:
 
 
 register("rollstream/KeyValue-v0", "rollstream.envs.key_value:KeyValue")
+register("rollstream/WordCount-v0", "rollstream.envs.word_count:WordCount")

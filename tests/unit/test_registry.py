@@ -215,7 +215,7 @@ def test_a_syntax_error_in_a_module_names_its_own_line(tmp_path, monkeypatch):
 def test_a_spawned_process_finds_everything_again(mine):
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         pool.apply(registry.load_imports, ([str(mine)],))
-        assert pool.apply(registry.registered_ids) == ["mine/Greeter-v0", "rollstream/KeyValue-v0"]
+        assert pool.apply(registry.registered_ids) == ["mine/Greeter-v0", "rollstream/KeyValue-v0", "rollstream/WordCount-v0"]
         env = pool.apply(registry.make, ("rollstream/KeyValue-v0",))
     assert env.reset(seed=0)[0][0]["content"].startswith("get ")
 
@@ -228,7 +228,8 @@ def test_installed_packages_offer_environments_and_a_broken_one_costs_a_warning(
     (tmp_path / "called.py").write_text("import greeter\nfrom rollstream import register\ndef register_all(): register('mine/Called-v1', greeter.Greeter)\n")
     script = """
         from rollstream.envs import registry
-        assert registry.registered_ids() == ["mine/Called-v1", "mine/Greeter-v0", "rollstream/KeyValue-v0"], registry.registered_ids()
+        ids = registry.registered_ids()
+        assert ids == ["mine/Called-v1", "mine/Greeter-v0", "rollstream/KeyValue-v0", "rollstream/WordCount-v0"]
         assert registry.make("mine/Greeter-v0").reset()[0][0]["content"] == "hello them"
         try:
             registry.make("mine/Gone-v0")
