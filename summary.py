@@ -137,10 +137,15 @@ def audit_lines(report: AuditReport) -> Iterator[str]:
 
 
 def _failed(report: AuditReport) -> str:
-    """``failed 12 (env 10, infra 2)``, empty where none did."""
+    """``failed 12 (env 10, infra 2)``, what was played again and what was not played at all; empty where there is nothing of it."""
     reasons = ", ".join(f"{reason} {count:,}" for reason, count in report.failures.items())
     parts = [f"failed {sum(report.failures.values()):,} ({reasons})"] if reasons else []
-    return ", ".join(parts + ([f"{_plural(report.num_repeated, 'failed attempt')} played again"] if report.num_repeated else []))
+    if report.repeated:
+        again = ", ".join(f"{reason} {count:,}" for reason, count in report.repeated.items())
+        parts.append(f"{_plural(sum(report.repeated.values()), 'failed attempt')} played again ({again})")
+    if report.num_unplayed:
+        parts.append(f"{_plural(report.num_unplayed, 'member')} not played before the deadline of their group")
+    return ", ".join(parts)
 
 
 def _ended(report: AuditReport) -> str:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+_MAX_NAMED = 5
+"""Problems of one kind that are spelled out."""
+
 
 @dataclass(frozen=True, slots=True)
 class EnvBias:
@@ -28,7 +31,7 @@ class AuditReport:
     """What the audit found. ``counts`` are groups per state; ``num_trained`` and ``num_age_drops`` count trajectories (trained; withheld for age).
 
     ``failures`` counts failed trajectories per reason: they carry no training signal, so none counts as trained. ``endings`` counts the others by how they
-    ended. ``num_repeated`` are failed attempts that were played again.
+    ended. ``repeated`` counts per reason the failed attempts that were played again; ``num_unplayed`` are members that groups were closed without.
 
     ``problems`` is empty in a sound run. ``unrecorded_bytes`` lie behind what the ledger recorded: appends a live buffer is just making, or was making when it
     was killed; nobody was told they were stored. ``num_sealed`` segments are Parquet; ``num_removed`` trajectories lay in segments that retention removed, so
@@ -55,8 +58,16 @@ class AuditReport:
     max_lag_trained: int = 0
     lag_bound: int = 0
     num_age_drops: int = 0
-    num_repeated: int = 0
+    repeated: dict[str, int] = field(default_factory=dict[str, int])
+    num_unplayed: int = 0
     failures: dict[str, int] = field(default_factory=dict[str, int])
     endings: dict[str, int] = field(default_factory=dict[str, int])
     duplicates: int = 0
     bias: dict[str, EnvBias] = field(default_factory=dict[str, EnvBias])
+
+
+def note(report: AuditReport, problems: list[str]) -> None:
+    """Adds problems of one kind, the first few of them in words."""
+    report.problems.extend(problems[:_MAX_NAMED])
+    if len(problems) > _MAX_NAMED:
+        report.problems.append(f"… and {len(problems) - _MAX_NAMED} more of that kind")

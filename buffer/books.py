@@ -8,165 +8,36 @@ transition is written to the ledger's open transaction as it is made, so the cal
 
 from __future__ import annotations
 
-import heapq
 import logging
 from collections import Counter
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
-import numpy as np
 
 from ..errors import Refused, StreamError
 from .facts import Fact
-from .ledger import BatchRow, GroupRow, Ledger, MemberRow
+from .leases import Leases
+from .ledger import Ledger
+from .tables import BatchRow, MemberRow
 from .window import Group, Rules, choose
-from .wire import FinishedMember, Lease
 
 logger = logging.getLogger(__name__)
 
 Verdict = Literal["store", "duplicate", "superseded", "retry"]
-"""``store`` the member is committed by these rows · ``duplicate`` the same attempt again · ``superseded`` another attempt won · ``retry`` failed, to be
-played again."""
+"""``store`` the member is committed by these rows · ``duplicate`` the same attempt again · ``superseded`` another attempt won, or the group was closed
+without it · ``retry`` failed, to be played again."""
 
 
-class Books:
+class Books(Leases):
     """The books of one run, over its ledger.
 
     ``counters`` only ever grow and survive restarts; ``counts`` are the groups per state.
     """
 
     def __init__(self, ledger: Ledger, rules: Rules) -> None:
-        self.ledger = ledger
-        self.rules = rules
-        self.lineage = int(ledger.meta("lineage") or 0)
-        self.version = int(ledger.meta("version") or 0)
-        self.last_batch = ledger.last_batch(self.lineage)
-        self.num_leased = ledger.num_groups()
-        self.counts: Counter[str] = Counter(ledger.counts())
-        self.counters: Counter[str] = Counter(msgspec.json.decode(ledger.meta("counters") or "{}", type=dict[str, int]))
-        self._saved_counters = Counter(self.counters)
-        self._groups: dict[int, Group] = {}
-        self._offered: list[tuple[int, int]] = []
-        self._num_ready = 0
-        self._held: dict[str, set[int]] = {}
-        for row in ledger.unassigned():
-            self._load(row)
+        super().__init__(ledger, rules)
         self.check()
-
-    def _load(self, row: GroupRow) -> None:
-        group = Group(row, {member.member: member for member in self.ledger.members(row.group_id)}, set(self.ledger.failures(row.group_id)))
-        self._groups[row.group_id] = group
-        if row.state == "ready":
-            self._num_ready += 1
-        elif row.holder is not None:
-            group.playing = set(group.missing)
-            self._held.setdefault(row.holder, set()).add(row.group_id)
-        else:
-            heapq.heappush(self._offered, (row.sequence, row.group_id))
-
-    # --- leases ---------------------------------------------------------------------------------------------------------------------
-
-    def grant(self, peer_id: str, now: float) -> Lease | None:
-        """One lease for ``peer_id``: the oldest group given back, else a new one; None where admission allows none."""
-        while self._offered:
-            _, group_id = heapq.heappop(self._offered)
-            group = self._groups.get(group_id)
-            if group is not None and group.row.state == "open" and group.row.holder is None:
-                return self._lease(group, peer_id, now)
-        if not self.rules.admits(self.counts, self.last_batch):
-            return None
-        return self._lease(self._admit(), peer_id, now)
-
-    def _admit(self) -> Group:
-        group_id = self.num_leased
-        seed = int(np.random.SeedSequence([self.rules.seed, group_id]).generate_state(1)[0]) & 0x7FFFFFFF
-        row = GroupRow(
-            group_id=group_id,
-            lineage=self.lineage,
-            sequence=group_id,
-            env_id=self.rules.env_id,
-            task_index=group_id,
-            seed=seed,
-            num_members=self.rules.group_size,
-            admit_version=self.version,
-            attempt=-1,
-            state="open",
-            version=None,
-            reason=None,
-            holder=None,
-        )
-        self.num_leased += 1
-        self.counts["open"] += 1
-        self._groups[group_id] = Group(row)
-        return self._groups[group_id]
-
-    def _lease(self, group: Group, peer_id: str, now: float) -> Lease:
-        """A re-lease never asks for an older version than the first one did: its place in the order was reckoned from that."""
-        admit_version = max(group.row.admit_version, self.version)
-        self._put(group, admit_version=admit_version, attempt=group.row.attempt + 1, holder=peer_id)
-        group.playing = set(group.missing)
-        group.granted_at = now
-        self._held.setdefault(peer_id, set()).add(group.row.group_id)
-        self.counters["leases"] += 1
-        row = group.row
-        finished = [FinishedMember(member, group.members[member].reward) for member in sorted(group.members)]
-        return Lease(
-            row.lineage,
-            row.group_id,
-            row.sequence,
-            row.attempt,
-            "train",
-            row.env_id,
-            row.task_index,
-            row.seed,
-            sorted(group.playing),
-            row.admit_version,
-            finished,
-        )
-
-    def give_up(self, peer_id: str, *, keep: Container[int] = (), granted_before: float = float("inf")) -> int:
-        """Offers again what ``peer_id`` held, but for ``keep`` and leases younger than ``granted_before``; gives how many."""
-        given_up = [group_id for group_id in self._held.get(peer_id, ()) if group_id not in keep and self._groups[group_id].granted_at < granted_before]
-        for group_id in given_up:
-            self._offer(self._groups[group_id])
-        self.counters["leases_given_up"] += len(given_up)
-        return len(given_up)
-
-    def claim(self, peer_id: str, group_ids: Iterable[int], now: float) -> None:
-        """Lets ``peer_id`` keep the open groups it says it plays, where nobody else holds them."""
-        for group_id in group_ids:
-            group = self._groups.get(group_id)
-            if group is not None and group.row.state == "open" and group.row.holder is None and group.row.attempt >= 0:
-                self._put(group, holder=peer_id)
-                group.playing = set(group.missing)
-                group.granted_at = now
-                self._held.setdefault(peer_id, set()).add(group_id)
-
-    def held(self, peer_id: str) -> frozenset[int]:
-        """Groups ``peer_id`` holds a lease of."""
-        return frozenset(self._held.get(peer_id, ()))
-
-    def holders(self) -> list[str]:
-        """Everyone who holds a lease."""
-        return [peer_id for peer_id, held in self._held.items() if held]
-
-    def _offer(self, group: Group) -> None:
-        self._drop_holder(group)
-        self._put(group, holder=None)
-        heapq.heappush(self._offered, (group.row.sequence, group.row.group_id))
-
-    def _drop_holder(self, group: Group) -> None:
-        if group.row.holder is not None:
-            held = self._held[group.row.holder]
-            held.discard(group.row.group_id)
-            if not held:
-                del self._held[group.row.holder]
-        group.playing = set()
-
-    def _put(self, group: Group, **changes: object) -> None:
-        group.row = group.row._replace(**changes)
-        self.ledger.put_group(group.row)
 
     # --- members --------------------------------------------------------------------------------------------------------------------
 
@@ -204,12 +75,14 @@ class Books:
             return "duplicate" if committed.attempt == fact.attempt else "superseded"
         if (fact.member, fact.attempt) in group.failures:
             return "duplicate"
+        if group.row.state != "open":
+            return "superseded"  # the group was closed without this member
         if fact.status == "failed":
             self.counters[f"invalid_{fact.stop_reason}"] += 1
-            failed_before = sum(member == fact.member for member, _ in group.failures)
-            if failed_before + 1 < self.rules.max_attempts:
-                group.failures.add((fact.member, fact.attempt))
-                self.ledger.put_failure(fact.group_id, fact.member, fact.attempt)
+            if group.num_failures(fact.member, fact.stop_reason) + 1 < self.rules.attempts(fact.stop_reason):
+                self.counters[f"retries_{fact.stop_reason}"] += 1
+                group.failures[fact.member, fact.attempt] = fact.stop_reason
+                self.ledger.put_failure(fact.group_id, fact.member, fact.attempt, fact.stop_reason)
                 self._heard_of(group, fact.member)
                 return "retry"
         self._commit_member(group, fact, append_id)
@@ -221,25 +94,16 @@ class Books:
         self.ledger.put_member(member)
         if len(group.members) < group.row.num_members:
             self._heard_of(group, fact.member)
+        elif group.num_scored:
+            self._ready(group)
         else:
-            self._drop_holder(group)
-            if all(done.reward is None for done in group.members.values()):
-                self._move(group, "dropped", reason="invalid", holder=None)
-                del self._groups[fact.group_id]
-            else:
-                self._move(group, "ready", holder=None)
-                self._num_ready += 1
+            self._drop(group, "invalid")
 
     def _heard_of(self, group: Group, member: int) -> None:
         """The holder owes one member less; once it owes none, what is missing is offered again."""
         group.playing.discard(member)
         if not group.playing and group.row.holder is not None:
             self._offer(group)
-
-    def _move(self, group: Group, state: str, **changes: object) -> None:
-        self.counts[group.row.state] -= 1
-        self.counts[state] += 1
-        self._put(group, state=state, **changes)
 
     # --- batches --------------------------------------------------------------------------------------------------------------------
 

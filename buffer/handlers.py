@@ -126,6 +126,7 @@ class Handlers:
         """
         if drained:
             self._expire(now)
+            self.books.close_late(now)
         if self._stopping_since is None:
             self._push_leases(now)
         if self._parked:
@@ -161,6 +162,7 @@ class Handlers:
     def end_hold(self, hold: Hold) -> list[Sequence[zmq.Frame]]:
         """The round is committed: its answers may leave. Gives the messages that were put aside, to be received anew."""
         self.hold = None
+        self.books.postpone(hold.held_s)
         self._outbox = [*hold.outbox, *self._outbox]
         return list(hold.put_aside.values())
 
@@ -303,8 +305,8 @@ class Handlers:
             self._store(stored, frame, batch, message.checksum)
         counters = self.books.counters
         counters["episodes"] += len(found) - verdicts.count("duplicate")
-        for verdict in ("duplicate", "superseded", "retry"):
-            counters[_COUNTED_AS[verdict]] += verdicts.count(verdict)
+        counters["duplicates"] += verdicts.count("duplicate")
+        counters["superseded"] += verdicts.count("superseded")
         self._send(peer.route, request_id, wire.Appended(len(stored), verdicts.count("superseded")))
 
     def _store(self, stored: list[Fact], frame: pa.Buffer, batch: pa.RecordBatch, checksum: int) -> None:
@@ -376,8 +378,8 @@ class Handlers:
         )
 
 
-_COUNTED_AS = {"duplicate": "duplicates", "superseded": "superseded", "retry": "retries"}
 _ALL_COUNTERS = (
-    *("leases", "leases_given_up", "leases_expired", "episodes", "invalid_infra", "invalid_env", "retries", "superseded", "duplicates", "refused"),
+    *("leases", "leases_given_up", "leases_expired", "episodes", "superseded", "duplicates", "refused"),
+    *("invalid_infra", "invalid_env", "retries_infra", "retries_env", "unplayed_members", "groups_closed_early", "groups_dropped_late"),
     *("appends", "rows_stored", "trajectories_stored", "bytes_stored", "age_drops", "refilled_groups", "digests_differ"),
 )

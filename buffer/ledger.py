@@ -13,7 +13,7 @@ import os
 import sqlite3
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -21,82 +21,13 @@ from ..errors import DiskFull, RunFolderError, StreamError
 from .columns import SCHEMA_VERSION
 from .log import Location
 from .sealed import SealedFile, StoredAppend, flush_file
+from .tables import LEDGER_VERSION, TABLES, BatchRow, GroupRow, MemberRow
 from .types import GroupState
-
-_TABLES = """
-CREATE TABLE IF NOT EXISTS meta(key TEXT PRIMARY KEY, value) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS groups(
-    group_id INTEGER PRIMARY KEY, lineage INTEGER NOT NULL, sequence INTEGER NOT NULL, env_id TEXT NOT NULL, task_index INTEGER NOT NULL, seed INTEGER NOT NULL,
-    num_members INTEGER NOT NULL, admit_version INTEGER NOT NULL, attempt INTEGER NOT NULL, state TEXT NOT NULL, version INTEGER, reason TEXT, holder TEXT);
-CREATE INDEX IF NOT EXISTS groups_unassigned ON groups(sequence) WHERE state IN ('open', 'ready');
-CREATE TABLE IF NOT EXISTS members(
-    group_id INTEGER NOT NULL, member INTEGER NOT NULL, attempt INTEGER NOT NULL, append_id INTEGER NOT NULL, reward REAL, status TEXT NOT NULL,
-    stop_reason TEXT NOT NULL, num_tokens INTEGER NOT NULL, num_trained_tokens INTEGER NOT NULL, min_version INTEGER, max_version INTEGER,
-    PRIMARY KEY(group_id, member)) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS failures(
-    group_id INTEGER NOT NULL, member INTEGER NOT NULL, attempt INTEGER NOT NULL, PRIMARY KEY(group_id, member, attempt)) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS appends(
-    append_id INTEGER PRIMARY KEY, segment INTEGER NOT NULL, offset INTEGER NOT NULL, size_bytes INTEGER NOT NULL, checksum TEXT NOT NULL,
-    num_rows INTEGER NOT NULL, num_trajectories INTEGER NOT NULL);
-CREATE TABLE IF NOT EXISTS batches(
-    lineage INTEGER NOT NULL, version INTEGER NOT NULL, groups TEXT NOT NULL, withheld TEXT NOT NULL, max_lag INTEGER NOT NULL, lag_bound INTEGER NOT NULL,
-    PRIMARY KEY(lineage, version)) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS discarded(group_id INTEGER NOT NULL, member INTEGER NOT NULL, attempt INTEGER NOT NULL, append_id INTEGER NOT NULL);
-CREATE TABLE IF NOT EXISTS segments(
-    segment INTEGER PRIMARY KEY, last_append_id INTEGER NOT NULL, size_bytes INTEGER NOT NULL, checksum TEXT NOT NULL, num_rows INTEGER NOT NULL,
-    removed INTEGER NOT NULL);
-CREATE TABLE IF NOT EXISTS versions(lineage INTEGER NOT NULL, version INTEGER NOT NULL, digest TEXT NOT NULL, PRIMARY KEY(lineage, version)) WITHOUT ROWID;
-"""
 
 _LITTLE_SPACE_BYTES = 2**20
 
 _pairs = msgspec.json.Decoder(list[tuple[int, int]])
 _ids = msgspec.json.Decoder(list[int])
-
-
-class GroupRow(NamedTuple):
-    """One group as the ledger keeps it."""
-
-    group_id: int
-    lineage: int
-    sequence: int
-    env_id: str
-    task_index: int
-    seed: int
-    num_members: int
-    admit_version: int
-    attempt: int
-    state: GroupState
-    version: int | None
-    reason: str | None
-    holder: str | None
-
-
-class MemberRow(NamedTuple):
-    """One committed member: the attempt that won, where it lies, and what batches are formed by."""
-
-    group_id: int
-    member: int
-    attempt: int
-    append_id: int
-    reward: float | None
-    status: str
-    stop_reason: str
-    num_tokens: int
-    num_trained_tokens: int
-    min_version: int | None
-    max_version: int | None
-
-
-class BatchRow(NamedTuple):
-    """One recorded batch: its groups in order, the members withheld, the largest lag among what trains, the bound then in force."""
-
-    lineage: int
-    version: int
-    groups: list[int]
-    withheld: list[tuple[int, int]]
-    max_lag: int
-    lag_bound: int
 
 
 class Ledger:
@@ -122,20 +53,30 @@ class Ledger:
                 self._database.execute("PRAGMA synchronous = NORMAL")
                 self._database.execute("PRAGMA cache_spill = OFF")  # so that a full disk shows at the commit and nowhere else
                 self._database.execute("PRAGMA temp_store = MEMORY")
-                self._database.executescript(_TABLES)
             self._check_identity(run_id, read_only=read_only)
         except BaseException:
             self._database.close()
             raise
 
     def _check_identity(self, run_id: str | None, *, read_only: bool) -> None:
-        for key, wanted in (("run_id", run_id), ("schema_version", SCHEMA_VERSION)):
-            found = self.meta(key)
-            if found is None and not read_only:
-                self.set_meta(key, wanted)
-            elif wanted is not None and found != wanted:
-                raise RunFolderError(f"{self.path} has {key} {found}, this run has {wanted}; give the run another name or folder")
-        self.commit()
+        """Refuses a ledger that is not this run's, or not of this format; makes the tables of a new one."""
+        wanted = {"run_id": run_id, "schema_version": SCHEMA_VERSION, "ledger_version": LEDGER_VERSION}
+        found = {key: self.meta(key) for key in wanted}
+        if not any(found.values()):
+            if read_only:
+                raise RunFolderError(f"{self.path} holds nothing yet: the buffer of this run is just starting; look again in a moment")
+            self._database.executescript(TABLES)
+            for key, value in wanted.items():
+                self.set_meta(key, value)
+            self.commit()
+        elif run_id is not None and found["run_id"] != run_id:
+            raise RunFolderError(f"{self.path} has run_id {found['run_id']}, this run has {run_id}; give the run another name or folder")
+        else:
+            for key in ("schema_version", "ledger_version"):
+                if found[key] != wanted[key]:
+                    raise RunFolderError(
+                        f"{self.path} has {key} {found[key]}, this version of Rollstream has {wanted[key]}; use the version that wrote it, or a new run"
+                    )
         self.synced_append_id = int(self.meta("synced_append_id") or 0)
 
     # --- transactions ---------------------------------------------------------------------------------------------------------------
@@ -267,9 +208,13 @@ class Ledger:
         """Records a committed member."""
         self._new_members.append(member)
 
-    def put_failure(self, group_id: int, member: int, attempt: int) -> None:
+    def put_failure(self, group_id: int, member: int, attempt: int, reason: str) -> None:
         """Records a failed attempt that will be played again."""
-        self.write("INSERT OR IGNORE INTO failures VALUES(?, ?, ?)", (group_id, member, attempt))
+        self.write("INSERT OR IGNORE INTO failures VALUES(?, ?, ?, ?)", (group_id, member, attempt, reason))
+
+    def put_unplayed(self, group_id: int, members: Iterable[int]) -> None:
+        """Records the members that a group was closed without."""
+        self._write_all("INSERT OR IGNORE INTO unplayed VALUES(?, ?)", [(group_id, member) for member in members])
 
     def group(self, group_id: int) -> GroupRow | None:
         """One group, None where it was never leased."""
@@ -283,9 +228,14 @@ class Ledger:
         """Committed members of a group, in order."""
         return [MemberRow(*row) for row in self.rows("SELECT * FROM members WHERE group_id = ? ORDER BY member", (group_id,))]
 
-    def failures(self, group_id: int) -> list[tuple[int, int]]:
-        """(member, attempt) of a group's failed attempts."""
-        return [(member, attempt) for member, attempt in self.rows("SELECT member, attempt FROM failures WHERE group_id = ?", (group_id,))]
+    def failures(self, group_id: int) -> dict[tuple[int, int], str]:
+        """Reason of each of a group's failed attempts, by (member, attempt)."""
+        query = "SELECT member, attempt, reason FROM failures WHERE group_id = ?"
+        return {(member, attempt): reason for member, attempt, reason in self.rows(query, (group_id,))}
+
+    def unplayed(self, group_id: int) -> set[int]:
+        """Members that a group was closed without."""
+        return {member for (member,) in self.rows("SELECT member FROM unplayed WHERE group_id = ?", (group_id,))}
 
     def counts(self) -> dict[str, int]:
         """Groups per state, over the whole run; reads every group, so it is for starts and audits."""

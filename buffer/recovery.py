@@ -43,7 +43,9 @@ def forget(ledger: Ledger, lost_appends: Iterable[int]) -> None:
     for group_id in sorted(touched):
         group = ledger.group(group_id)
         if group is not None and group.state != "dropped":
-            complete = len(ledger.members(group_id)) == group.num_members
+            complete = len(ledger.members(group_id)) + len(ledger.unplayed(group_id)) == group.num_members
+            if not complete:
+                ledger.write("DELETE FROM unplayed WHERE group_id = ?", (group_id,))
             ledger.put_group(group._replace(state="ready" if complete else "open", version=None, holder=None))
             num_reopened += not complete
     if first is not None:  # nobody may wait for a version that these very groups have to make

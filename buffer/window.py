@@ -19,8 +19,8 @@ import numpy as np
 
 from ..configs.learner_schema import Overlong
 from ..configs.schema import Config
-from .ledger import GroupRow, MemberRow
 from .shaping import is_degenerate, shape_rewards
+from .tables import GroupRow, MemberRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +32,15 @@ class Rules:
     depth: int
     max_lag: int
     max_refill: int
-    max_attempts: int
+    max_infra_attempts: int
+    max_env_attempts: int
     overlong: Overlong | None
     exclude_truncated: bool
     env_id: str
     seed: int
     versions: int
+    min_group: int = 1
+    group_deadline_s: float | None = None
 
     @classmethod
     def of(cls, config: Config) -> Rules:
@@ -49,13 +52,20 @@ class Rules:
             depth=buffer.depth,
             max_lag=buffer.max_lag,
             max_refill=buffer.max_refill if buffer.degenerate == "refill" else 0,
-            max_attempts=buffer.max_attempts,
+            max_infra_attempts=buffer.max_infra_attempts,
+            max_env_attempts=buffer.max_env_attempts,
             overlong=learner.advantage.overlong,
             exclude_truncated=learner.advantage.truncated == "exclude",
             env_id=config.env.id,
             seed=config.seed,
             versions=learner.versions,
+            min_group=buffer.min_group,
+            group_deadline_s=buffer.group_deadline_s,
         )
+
+    def attempts(self, stop_reason: str) -> int:
+        """How often a member may be played with this kind of failure, before the failure is recorded as its outcome."""
+        return self.max_infra_attempts if stop_reason == "infra" else self.max_env_attempts
 
     @property
     def capacity(self) -> int:
@@ -75,11 +85,14 @@ class Rules:
 
 @dataclass(slots=True)
 class Group:
-    """A group that no batch has yet. ``playing`` are the members its holder still owes; ``granted_at`` is on the caller's clock."""
+    """A group that no batch has yet.
+
+    ``failures`` are reasons by (member, attempt); ``playing`` the members its holder still owes; ``granted_at`` is on the caller's clock.
+    """
 
     row: GroupRow
     members: dict[int, MemberRow] = field(default_factory=dict[int, MemberRow])
-    failures: set[tuple[int, int]] = field(default_factory=set[tuple[int, int]])
+    failures: dict[tuple[int, int], str] = field(default_factory=dict[tuple[int, int], str])
     playing: set[int] = field(default_factory=set[int])
     granted_at: float = 0.0
 
@@ -87,6 +100,15 @@ class Group:
     def missing(self) -> list[int]:
         """Members nobody has finished."""
         return [member for member in range(self.row.num_members) if member not in self.members]
+
+    @property
+    def num_scored(self) -> int:
+        """Finished members with a reward."""
+        return sum(member.reward is not None for member in self.members.values())
+
+    def num_failures(self, member: int, reason: str) -> int:
+        """How often a member has failed for that reason and was to be played again."""
+        return sum(known == member and found == reason for (known, _), found in self.failures.items())
 
 
 def choose(groups: Iterable[Group], rules: Rules) -> list[Group]:

@@ -82,6 +82,11 @@ def _staleness(config: Config) -> Iterator[str]:
             f"buffer.depth {buffer.depth} is larger than buffer.max_lag {buffer.max_lag}: actors may lead by more batches than may be trained, so the "
             f"learner would wait for ever; lower buffer.depth to {buffer.max_lag} or raise buffer.max_lag to {buffer.depth}"
         )
+    if buffer.group_deadline_s is not None and buffer.min_group > config.learner.group_size:
+        yield (
+            f"buffer.min_group {buffer.min_group} is larger than learner.group_size {config.learner.group_size}: every group that meets "
+            f"buffer.group_deadline_s would be dropped; lower buffer.min_group to at most {config.learner.group_size}"
+        )
 
 
 def _lengths(config: Config) -> Iterator[str]:

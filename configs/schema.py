@@ -78,6 +78,8 @@ class Buffer(Section):
     ``depth``: how many batches may be leased beyond the one being trained; 0 is synchronous, on-policy training. ``max_lag``: no token with a larger lag is
     ever trained. ``degenerate``: what a group whose rewards are all equal does: stay in the denominators (keep), leave the loss (mask), or
     also be replaced by up to ``max_refill`` further groups (refill).
+
+    A failed member has two budgets, one per kind of failure. ``group_deadline_s`` and ``min_group`` say when a group no longer waits for its missing members.
     """
 
     depth: int = Field(default=1, ge=0, le=10_000)
@@ -92,8 +94,14 @@ class Buffer(Section):
     """Where the buffer listens: ``ipc`` (a Unix socket in a private folder) or ``tcp://127.0.0.1:PORT``."""
     lease_timeout_s: Seconds = 60.0
     """Silence of an actor after which its leases are offered to others."""
-    max_attempts: int = Field(default=3, ge=1, le=1000)
-    """How often a member is played before its infrastructure or environment failure is recorded as failed."""
+    max_infra_attempts: int = Field(default=3, ge=1, le=1000)
+    """How often a member may fail for the world around it (infrastructure) until that is its outcome; before, it is played again."""
+    max_env_attempts: int = Field(default=2, ge=1, le=1000)
+    """How often a member may fail for its environment's own code until that is its outcome; before, it is played again."""
+    group_deadline_s: Seconds | None = None
+    """Seconds from its first lease after which a group is closed with the members it has; null waits for all."""
+    min_group: int = Field(default=2, ge=1, le=10_000)
+    """Scored members a group needs at its deadline; with fewer it is dropped and another one is leased. Read with ``group_deadline_s``."""
     segment_mb: int = Field(default=256, ge=1, le=65_536)
     """Size at which a segment of the log is closed and the next one opened."""
     keep_gb: float | None = Field(default=None, gt=0)

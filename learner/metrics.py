@@ -16,6 +16,8 @@ from .updates import Trained
 
 _ASK_S = 1.0
 """At most this often the buffer is asked about the other roles."""
+_OF_BUFFER = ("retries_infra", "retries_env", "groups_closed_early", "groups_dropped_late", "unplayed_members", "superseded")
+"""Counters of the buffer that a row repeats."""
 
 
 def row_of(batch: Batch, work: Work, done: Trained, *, skipped: int, seconds: Mapping[str, float]) -> dict[str, float]:
@@ -99,6 +101,7 @@ class Counters:
 
     def _of(self, status: StatusReply, now: float) -> dict[str, float]:
         row = {f"buffer/groups_{state}": float(status.groups.get(state, 0)) for state in ("open", "ready", "trained", "dropped")}
+        row |= {f"buffer/{name}": status.counters[name] for name in _OF_BUFFER if name in status.counters}
         if "cpu_s" in status.counters:
             row["buffer/cpu_s"] = status.counters["cpu_s"]
         actors = [peer for peer in status.peers if peer.role == "actor"]

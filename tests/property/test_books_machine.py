@@ -1,7 +1,8 @@
 """The books under everything that happens to them, in any order: leases, rows, copies, losses, versions, crashes of actors, buffer and learner.
 
 Checked after every step: each lease is in exactly one state and the books close (invariant 1); nothing beyond max_lag is trained and nothing is trained twice
-(2); no version is trained that the learner did not hold (3); a lost process costs at most the members it had not finished (8).
+(2); no version is trained that the learner did not hold (3); a lost process costs at most the members it had not finished (8). Groups have a deadline: one
+that is closed without some of its members has enough that are scored, and whoever comes late is never stored.
 """
 
 from __future__ import annotations
@@ -21,15 +22,39 @@ from rollstream.buffer.window import Rules
 from rollstream.buffer.wire import Lease
 
 ACTORS = ("actor-0", "actor-1", "actor-2")
+DEADLINE_S = 10.0
 
 
 class BooksMachine(RuleBasedStateMachine):
     """Actors play leases with the version the learner last published to them; the learner trains, forgets, resumes."""
 
-    @initialize(depth=st.integers(0, 2), spare=st.integers(0, 2), batch_groups=st.integers(1, 3), group_size=st.integers(1, 3), refill=st.integers(0, 1))
-    def start(self, depth: int, spare: int, batch_groups: int, group_size: int, refill: int) -> None:
+    @initialize(
+        depth=st.integers(0, 2),
+        spare=st.integers(0, 2),
+        batch_groups=st.integers(1, 3),
+        group_size=st.integers(1, 3),
+        refill=st.integers(0, 1),
+        min_group=st.integers(1, 3),
+    )
+    def start(self, depth: int, spare: int, batch_groups: int, group_size: int, refill: int, min_group: int) -> None:
         self.folder = Path(tempfile.mkdtemp())
-        self.rules = Rules(batch_groups, group_size, depth, depth + spare, refill, 2, None, False, "Acme/Calculator-v0", 3, 1_000_000)
+        self.rules = Rules(
+            batch_groups=batch_groups,
+            group_size=group_size,
+            depth=depth,
+            max_lag=depth + spare,
+            max_refill=refill,
+            max_infra_attempts=2,
+            max_env_attempts=2,
+            overlong=None,
+            exclude_truncated=False,
+            env_id="Acme/Calculator-v0",
+            seed=3,
+            versions=1_000_000,
+            min_group=min(min_group, group_size),
+            group_deadline_s=DEADLINE_S,
+        )
+        self.now = 0.0
         self.ledger = Ledger(self.folder / "ledger.sqlite", "run-a")
         self.books = Books(self.ledger, self.rules)
         self.playing: dict[str, list[tuple[Lease, int]]] = {actor: [] for actor in ACTORS}
@@ -57,6 +82,7 @@ class BooksMachine(RuleBasedStateMachine):
         self.sent.append(fact)
         if verdict == "store":
             assert (fact.group_id, fact.member) not in self.finished, "a member was committed twice"
+            assert fact.member not in self.ledger.unplayed(fact.group_id), "a member that came too late was stored"
             self.finished[fact.group_id, fact.member] = fact
         elif verdict == "retry":
             assert fact.status == "failed"
@@ -66,7 +92,7 @@ class BooksMachine(RuleBasedStateMachine):
     @rule(actor=st.sampled_from(ACTORS), wanted=st.integers(1, 4))
     def take_leases(self, actor: str, wanted: int) -> None:
         for _ in range(wanted):
-            lease = self.books.grant(actor, 0.0)
+            lease = self.books.grant(actor, self.now)
             if lease is None:
                 break
             assert lease.members, "a lease without anything to play"
@@ -99,6 +125,11 @@ class BooksMachine(RuleBasedStateMachine):
         assert self.books.held(actor) == frozenset()
         if not still_sends:
             self.playing[actor] = []
+
+    @rule(seconds=st.sampled_from((1.0, 4.0, DEADLINE_S)))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+        self.books.close_late(self.now)
 
     @rule()
     def the_learner_pulls_and_trains(self) -> None:
@@ -156,7 +187,10 @@ class BooksMachine(RuleBasedStateMachine):
         self.served[version] = (groups, withheld)
         assert len(groups) in range(self.rules.batch_groups, self.rules.batch_groups + self.rules.max_refill + 1)
         for group_id in groups:
-            for member in range(self.rules.group_size):
+            unplayed = self.ledger.unplayed(group_id)
+            scored = [self.finished[group_id, member].reward is not None for member in range(self.rules.group_size) if member not in unplayed]
+            assert sum(scored) >= (self.rules.min_group if unplayed else 1)
+            for member in set(range(self.rules.group_size)) - unplayed:
                 fact = self.finished[group_id, member]
                 assert fact.min_version is not None
                 lag = version - 1 - fact.min_version

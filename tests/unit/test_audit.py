@@ -30,7 +30,7 @@ from rollstream.configs.run_folder import Run
 from rollstream.errors import RunFolderError
 from rollstream.summary import Ending, audit_lines, print_summary
 
-RULES = Rules(2, 3, 1, 2, 0, 2, None, False, "Acme/Calculator-v0", 3, 1_000_000)
+RULES = Rules(2, 3, 1, 2, 0, 2, 2, None, False, "Acme/Calculator-v0", 3, 1_000_000, min_group=2, group_deadline_s=30.0)
 
 
 class Stream:
@@ -127,7 +127,7 @@ def test_the_drop_bias_compares_what_was_trained_with_what_was_played(tmp_path: 
 
 def test_failed_trajectories_are_told_apart_and_are_not_trained(tmp_path: Path) -> None:
     stream = Stream(tmp_path)
-    stream.books = Books(stream.ledger, replace(RULES, max_attempts=1))
+    stream.books = Books(stream.ledger, replace(RULES, max_infra_attempts=1, max_env_attempts=1))
     while (lease := stream.books.grant("actor-0", 0.0)) is not None:
         played = [trajectory(lease, member, 20) for member in lease.members]
         played[0] = replace(played[0], status="failed", stop_reason="infra" if lease.group_id else "env", reward=None)
@@ -229,3 +229,39 @@ def test_after_power_loss_the_next_start_repairs_and_the_audit_is_clean(folder: 
     stream.close()
     report = audit(folder)
     assert (report.closes, report.problems, report.version) == (True, [], 5)
+
+
+def test_members_that_groups_were_closed_without_are_counted_and_their_absence_is_in_order(tmp_path: Path) -> None:
+    stream = Stream(tmp_path)
+    leases = [stream.books.grant("actor-0", 0.0) for _ in range(4)]
+    for lease, num_finished in zip(leases, (3, 2, 1, 2), strict=True):
+        assert lease is not None
+        stream.store([trajectory(lease, member, 20) for member in lease.members[:num_finished]])
+    stream.books.close_late(30.0)
+    stream.train(1)
+    stream.close()
+    report = audit(tmp_path)
+    assert report.problems == []
+    assert (report.num_unplayed, report.drop_reasons, report.num_trained) == (4, {"deadline": 1}, 5)
+    assert "4 members not played before the deadline of their group" in "\n".join(audit_lines(report))
+    database = sqlite3.connect(tmp_path / "ledger.sqlite")
+    with database:
+        database.execute("DELETE FROM unplayed WHERE group_id = 1")
+    database.close()
+    assert audit(tmp_path).problems == ["group 1 is trained with 2 finished and 0 unplayed of its 3 members, 0 of them both"]
+
+
+def test_a_ledger_that_is_just_being_made_or_that_another_version_wrote_is_refused_in_a_clear_line(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    sqlite3.connect(path).close()
+    path.touch()
+    with pytest.raises(RunFolderError, match="holds nothing yet: the buffer of this run is just starting; look again in a moment"):
+        audit(tmp_path)
+    Ledger(path, "run-a").close()
+    assert audit(tmp_path).closes
+    database = sqlite3.connect(path)
+    with database:
+        database.execute("DELETE FROM meta WHERE key = 'ledger_version'")
+    database.close()
+    with pytest.raises(RunFolderError, match="has ledger_version None, this version of Rollstream has 2; use the version that wrote it"):
+        audit(tmp_path)

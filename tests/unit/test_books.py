@@ -23,7 +23,8 @@ def rules(**changes: Any) -> Rules:
         "depth": 1,
         "max_lag": 2,
         "max_refill": 0,
-        "max_attempts": 3,
+        "max_infra_attempts": 3,
+        "max_env_attempts": 3,
         "overlong": None,
         "exclude_truncated": False,
         "env_id": "Acme/Calculator-v0",
@@ -282,20 +283,6 @@ def test_a_re_lease_asks_for_no_older_version_than_the_first_one_did(ledger: Led
     assert (again.group_id, again.admit_version) == (lease.group_id, 1)
 
 
-def test_a_failed_attempt_is_played_again_until_the_attempts_are_used_up(ledger: Ledger) -> None:
-    books = Books(ledger, rules(depth=0, max_lag=1))
-    lease = leases(books)[0]
-    assert books.receive(played(lease, 0), 1) == "store"
-    for reason in ("infra", "env"):
-        assert books.receive(failed(lease, 1, reason), 2) == "retry"
-        assert books.receive(failed(lease, 1, reason), 2) == "duplicate"
-        (lease,) = leases(books)
-        assert lease.members == [1]
-    assert books.receive(failed(lease, 1), 2) == "store"
-    assert books.counts["ready"] == 1
-    assert (books.counters["invalid_infra"], books.counters["invalid_env"]) == (2, 1)
-
-
 def test_a_failure_waits_for_the_rest_of_its_lease_before_it_is_offered_again(ledger: Ledger) -> None:
     books = Books(ledger, rules(depth=0, max_lag=1, group_size=3))
     lease = leases(books)[0]
@@ -308,7 +295,7 @@ def test_a_failure_waits_for_the_rest_of_its_lease_before_it_is_offered_again(le
 
 
 def test_failures_are_remembered_over_a_restart(ledger: Ledger) -> None:
-    books = Books(ledger, rules(max_attempts=2))
+    books = Books(ledger, rules(max_infra_attempts=2))
     lease = leases(books)[0]
     assert books.receive(failed(lease, 0), 1) == "retry"
     books = reopened(books)
@@ -320,7 +307,7 @@ def test_failures_are_remembered_over_a_restart(ledger: Ledger) -> None:
 
 
 def test_a_group_that_failed_altogether_is_dropped_and_replaced(ledger: Ledger) -> None:
-    books = Books(ledger, rules(depth=0, max_lag=1, max_attempts=1))
+    books = Books(ledger, rules(depth=0, max_lag=1, max_infra_attempts=1))
     lease, _ = leases(books)
     for member in lease.members:
         assert books.receive(failed(lease, member), 1) == "store"

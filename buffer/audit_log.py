@@ -1,0 +1,171 @@
+"""One pass over the rows of the log for an audit: every recorded append, checksums verified, as columns."""
+
+# pyarrow ships no types
+# pyright: reportUnknownParameterType=false
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from ..errors import Corrupt
+from .audit_report import AuditReport, note
+from .columns import SCHEMA_MESSAGE, from_frame
+from .facts import Lists, sampled
+from .ledger import Ledger
+from .log import Location, segment_path
+from .sealed import Sealed, SealedFile, file_checksum, sealed_path
+
+Column = npt.NDArray[Any]
+
+_READ = ("group_id", "member", "attempt", "env_id", "reward", "env_metrics", "loss_mask", "version_starts", "version_values")
+_UNSAMPLED = np.iinfo(np.int32).max
+
+
+@dataclass(slots=True)
+class Rows:
+    """Columns over all rows of the log, ``[N]`` each; ``oldest`` is above ``newest`` where nothing was sampled."""
+
+    append_id: Column
+    group_id: Column
+    member: Column
+    attempt: Column
+    num_tokens: Column
+    oldest: Column
+    newest: Column
+    reward: Column
+    success: Column
+    env: Column
+    env_names: list[str]
+
+
+def read_log(folder: Path, ledger: Ledger, appends: Iterable[tuple[int, Location]], rows_recorded: dict[int, int], report: AuditReport) -> Rows:
+    """Every recorded append, its checksum verified, one segment at a time."""
+    parts: list[list[Column]] = []
+    names: dict[str, int] = {}
+    by_segment: dict[int, list[tuple[int, Location]]] = {}
+    for append_id, location in appends:
+        by_segment.setdefault(location.segment, []).append((append_id, location))
+    for segment, found in sorted(by_segment.items()):
+        batches = _read_segment(segment_path(folder, segment), found, rows_recorded, report)
+        if batches is None:  # sealed, maybe at this very moment: the ledger knows before the original goes
+            sealed = {known.segment: (known, removed) for known, removed in ledger.segments()}
+            batches = _read_sealed(folder, sealed.get(segment), found, rows_recorded, report)
+            if batches is None:
+                parts.append(_removed(ledger, found, names))
+                report.num_removed += len(parts[-1][0])
+                continue
+        if batches:
+            table = pa.Table.from_batches([batch.select(_READ) for _, batch in batches]).combine_chunks()
+            ids = np.repeat(np.array([append_id for append_id, _ in batches]), [batch.num_rows for _, batch in batches])
+            parts.append(_columns(ids, table.to_batches()[0], names))
+    for path in folder.glob("*.arrows"):
+        if int(path.stem) not in by_segment:
+            report.unrecorded_bytes += max(0, path.stat().st_size - len(SCHEMA_MESSAGE))
+    joined = [np.concatenate(column) for column in zip(*parts, strict=True)] if parts else [np.empty(0, np.int64)] * 10
+    report.num_rows = len(joined[0]) - report.num_removed
+    return Rows(*joined, env_names=list(names))
+
+
+Appends = list[tuple[int, pa.RecordBatch]]
+
+
+def _read_segment(path: Path, appends: list[tuple[int, Location]], rows_recorded: dict[int, int], report: AuditReport) -> Appends | None:
+    """The appends of a segment that lies as it was written; None where there is none."""
+    end = max(location.offset + location.size_bytes for _, location in appends)
+    try:
+        mapped = pa.memory_map(str(path))
+    except FileNotFoundError:
+        return None
+    size = mapped.size()
+    report.size_bytes += size
+    report.unrecorded_bytes += max(0, size - end - 8)
+    if size < end:
+        note(report, [f"{path.name} holds {size} bytes, the ledger recorded {end}"])
+    batches: list[tuple[int, pa.RecordBatch]] = []
+    damaged: list[str] = []
+    for append_id, location in appends:
+        if location.offset + location.size_bytes > size:
+            continue
+        mapped.seek(location.offset)
+        try:
+            batch = from_frame(mapped.read_buffer(location.size_bytes), location.checksum)
+        except Corrupt as error:
+            damaged.append(f"{path.name} at {location.offset}: {error}")
+            continue
+        if batch.num_rows != rows_recorded[append_id]:
+            damaged.append(f"{path.name} at {location.offset}: {batch.num_rows} rows, the ledger recorded {rows_recorded[append_id]}")
+        batches.append((append_id, batch))
+    report.num_appends += len(batches)
+    note(report, damaged)
+    return batches
+
+
+def _read_sealed(
+    folder: Path, known: tuple[SealedFile, bool] | None, appends: list[tuple[int, Location]], rows_recorded: dict[int, int], report: AuditReport
+) -> Appends | None:
+    """The appends of a sealed segment, the whole file checked against the ledger; None where retention removed it."""
+    path = sealed_path(folder, appends[0][1].segment)
+    if known is not None and known[1]:
+        return None
+    if known is None or not path.is_file():
+        note(report, [f"{segment_path(folder, appends[0][1].segment).name} is missing: {len(appends)} appends with it"])
+        return []
+    found, size = file_checksum(path), path.stat().st_size
+    report.size_bytes += size
+    report.num_sealed += 1
+    if (found, size) != (known[0].checksum, known[0].size_bytes):
+        note(report, [f"{path.name} has {size} bytes with checksum {found}, the ledger recorded {known[0].size_bytes} with {known[0].checksum}"])
+        return []
+    try:
+        sealed = Sealed(path)
+        batches = [(append_id, sealed.read(location.offset)) for append_id, location in appends]
+    except Corrupt as error:
+        note(report, [str(error)])
+        return []
+    report.num_appends += len(batches)
+    differ = [append_id for append_id, batch in batches if batch.num_rows != rows_recorded[append_id]]
+    note(report, [f"{path.name}: append {append_id} has other than the {rows_recorded[append_id]} rows that the ledger recorded" for append_id in differ])
+    return batches
+
+
+def _removed(ledger: Ledger, appends: list[tuple[int, Location]], names: dict[str, int]) -> list[Column]:
+    """What the ledger still knows of a removed segment's members, as :class:`Rows` with one row each."""
+    query = (
+        "SELECT append_id, group_id, member, members.attempt, num_tokens, min_version, max_version, reward, env_id FROM members JOIN groups USING (group_id) "
+        "WHERE append_id BETWEEN ? AND ?"
+    )
+    rows = list(ledger.rows(query, (appends[0][0], appends[-1][0])))
+    ids = np.array([row[:5] for row in rows], np.int64).reshape(-1, 5).T
+    oldest = np.array([_UNSAMPLED if row[5] is None else row[5] for row in rows], np.int64)
+    newest = np.array([-1 if row[6] is None else row[6] for row in rows], np.int64)
+    reward = np.array([np.nan if row[7] is None else row[7] for row in rows], np.float64)
+    env = np.array([names.setdefault(row[8], len(names)) for row in rows], np.int64)
+    return [*ids, oldest, newest, reward, np.full(len(rows), np.nan), env]
+
+
+def _columns(append_id: Column, batch: pa.RecordBatch, names: dict[str, int]) -> list[Column]:
+    """One segment's part of :class:`Rows`, but for the names of environments."""
+    column = {name: batch.column(name) for name in _READ}
+    mask = Lists.of(column["loss_mask"])
+    oldest, newest, _ = sampled(mask, Lists.of(column["version_starts"]), Lists.of(column["version_values"]))
+    coded = column["env_id"].dictionary_encode()
+    codes = np.array([names.setdefault(name, len(names)) for name in coded.dictionary.to_pylist()], np.int64)
+    ids = [column[name].to_numpy().astype(np.int64) for name in ("group_id", "member", "attempt")]
+    reward = column["reward"].to_numpy(zero_copy_only=False).astype(np.float64)
+    return [append_id, *ids, mask.lengths, oldest, newest, reward, _metric(column["env_metrics"], "success"), codes[coded.indices.to_numpy()]]
+
+
+def _metric(maps: pa.Array, name: str) -> Column:
+    """One value of a map column, NaN where a row has none."""
+    offsets = maps.offsets.to_numpy().astype(np.int64)
+    chosen = np.flatnonzero(np.array(maps.keys.to_pylist(), object) == name) if len(maps.keys) else np.empty(0, np.int64)
+    values = np.full(len(maps), np.nan)
+    values[np.searchsorted(offsets, chosen, side="right") - 1] = maps.items.to_numpy(zero_copy_only=False)[chosen]
+    return values
