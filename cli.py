@@ -217,6 +217,37 @@ def log(
     return 0
 
 
+@app.command()
+def replay(
+    run: RunArgument,
+    version: Annotated[int, typer.Option(metavar="N", min=1, help="The version whose step is computed again.", show_default=False)],
+    what_if: Annotated[
+        list[str] | None, typer.Option(metavar="a.b=value", help="Score the same batch under another loss or advantage.", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    debug: DebugOption = False,
+) -> int:
+    """Compute a step again and compare.
+
+    Rebuilds the batch from the log and the weights from the checkpoint before it, takes the step, and says which figure differs from the recorded one.
+
+    Exit code 0 where all agree, 1 where one differs. Writes nothing; also while the run goes on. With --what-if it shows both side by side.
+
+    \b
+    Examples:
+      rollstream replay runs/quickstart --version 120
+      rollstream replay runs/quickstart --version 120 --what-if learner.loss.kind=gspo --what-if learner.loss.agg=seq_mean_token_mean
+    """
+    from .configs.loader import load_run
+    from .replay_command import replay_lines
+
+    del debug
+    lines, agree = replay_lines(load_run(run), version, what_if=what_if or (), as_json=as_json)
+    for line in lines:
+        typer.echo(line)
+    return 0 if agree else 1
+
+
 @envs_app.command("list")
 def envs_list(
     imports: Annotated[list[str] | None, typer.Argument(metavar="MODULE", help="Modules or files that register more.", show_default=False)] = None,

@@ -42,7 +42,7 @@ def gather(ledger: Ledger, log: Log, group_ids: Iterable[int]) -> tuple[list[pa.
             frames.append(log.frame(location))
             checksums.append(location.checksum)
             continue
-        merged.append(_committed(log.read(location), set(keys)))
+        merged.append(committed(log.read(location), set(keys)))
         merged_bytes += location.size_bytes
         if merged_bytes >= _MERGED_BYTES:
             _merge(merged, frames, checksums)
@@ -55,8 +55,8 @@ def gather(ledger: Ledger, log: Log, group_ids: Iterable[int]) -> tuple[list[pa.
 Key = tuple[int, int, int]
 
 
-def _committed(batch: pa.RecordBatch, keys: set[Key]) -> pa.RecordBatch:
-    """The rows of these (group, member, attempt)."""
+def committed(batch: pa.RecordBatch, keys: set[Key]) -> pa.RecordBatch:
+    """The rows of these (group, member, attempt) in an append."""
     found = zip(*(batch.column(name).to_pylist() for name in ("group_id", "member", "attempt")), strict=True)
     return rows_of(batch, [row for row, key in enumerate(found) if key in keys])
 

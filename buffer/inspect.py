@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from ..errors import ConfigError, Corrupt, MissingExtra, RunFolderError
-from .columns import SCHEMA, decode, from_frame, rows_of
-from .ledger import Ledger
-from .log import Location, segment_path
-from .sealed import Sealed, sealed_path
+from ..errors import ConfigError, Corrupt, MissingExtra
+from .columns import SCHEMA, decode, rows_of
+from .log import segment_path
+from .recorded import Segments, open_ledger
+from .sealed import sealed_path
 from .types import Trajectory
 
 VIEWS = ("trajectories", "members", "groups", "batches")
@@ -110,12 +110,8 @@ class Inspector:
     """
 
     def __init__(self, folder: Path) -> None:
-        path = folder / "ledger.sqlite"
-        if not path.is_file():
-            raise RunFolderError(f"{folder} holds no ledger.sqlite: nothing was streamed there yet")
-        self._stream = folder / "stream"
-        self._ledger = Ledger(path, None, read_only=True)
-        self._sealed: dict[int, Sealed] = {}
+        self._ledger = open_ledger(folder)
+        self._segments = Segments(folder / "stream")
         self.num_removed = 0
         """Trajectories that :meth:`tables` left out, since retention removed their rows."""
 
@@ -195,23 +191,10 @@ class Inspector:
             if location.segment in removed:
                 self.num_removed += len(wanted[append_id])
                 continue
-            batch = self._read(location)
+            batch = self._segments.read(location)
             keys = list(zip(*(batch.column(name).to_pylist() for name in ("group_id", "member", "attempt")), strict=True))
             rows = [row for row, key in enumerate(keys) if key in wanted[append_id]]
             yield [wanted[append_id][keys[row]] for row in rows], rows_of(batch, rows)
-
-    def _read(self, location: Location) -> pa.RecordBatch:
-        path = segment_path(self._stream, location.segment)
-        try:
-            mapped = pa.memory_map(str(path))
-        except FileNotFoundError:
-            if location.segment not in self._sealed:
-                self._sealed = {location.segment: Sealed(sealed_path(self._stream, location.segment))}
-            return self._sealed[location.segment].read(location.offset)
-        if mapped.size() < location.offset + location.size_bytes:
-            raise Corrupt(f"{path} ends at {mapped.size()} bytes, before what was recorded; run `rollstream audit` for the extent")
-        mapped.seek(location.offset)
-        return from_frame(mapped.read_buffer(location.size_bytes), location.checksum)
 
     # --- SQL ------------------------------------------------------------------------------------------------------------------------
 
@@ -259,10 +242,10 @@ class Inspector:
         known = {sealed.segment for sealed, removed in self._ledger.segments() if not removed}
         batches: list[pa.RecordBatch] = []
         for _, location in self._ledger.locations():
-            if location.segment not in known and segment_path(self._stream, location.segment).exists():
-                batches.append(self._read(location))
+            if location.segment not in known and segment_path(self._segments.folder, location.segment).exists():
+                batches.append(self._segments.read(location))
         register("unsealed_rows", pa.Table.from_batches(batches, SCHEMA))
-        return [str(sealed_path(self._stream, segment)) for segment in sorted(known)]
+        return [str(sealed_path(self._segments.folder, segment)) for segment in sorted(known)]
 
     def _table(self, name: str) -> pa.Table:
         if name == "batches":

@@ -46,6 +46,17 @@ def load_config(source: str | Path, overrides: Iterable[str] = ()) -> Config:
     return _validate(_with_lengths(_with_preset(values, name)), name)
 
 
+def overridden(config: Config, overrides: Iterable[str]) -> Config:
+    """``config`` with the values of ``overrides`` (``a.b=value``) in the place of its own.
+
+    Raises :class:`ConfigError` as :func:`load_config` does.
+    """
+    values = config.model_dump(mode="json")
+    for override in overrides:
+        _apply_override(values, override)
+    return _validate(_with_lengths(values), "the run's configuration")
+
+
 def load_run(folder: str | Path) -> Run:
     """Opens an existing run folder. Raises :class:`RunFolderError` where it is none; the message names the runs beside it."""
     folder = Path(folder).resolve()
@@ -181,7 +192,7 @@ def _with_lengths(values: dict[str, Any]) -> dict[str, Any]:
         lengths = {"max_len": max_len, **({"buffer": max(max_len // 5, 1)} if isinstance(max_len, int) else {}), **lengths}
         filled["advantage"] = {"overlong": lengths}
     if _at(values, "learner", "loss").get("agg") == "seq_mean_fixed":
-        filled["loss"] = {"agg_length": _at(values, "learner", "loss").get("agg_length", longest)}
+        filled["loss"] = {"agg_length": _at(values, "learner", "loss").get("agg_length") or longest}
     return _merge(values, {"learner": filled}) if filled else values
 
 

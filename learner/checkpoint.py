@@ -115,6 +115,21 @@ def newest_checkpoint(checkpoints: Path) -> Checkpoint | None:
     return read_checkpoint(folders[-1]) if folders else None
 
 
+def checkpoint_before(checkpoints: Path, version: int) -> Checkpoint | None:
+    """The newest checkpoint older than ``version``, every byte of it checked; None where there is none. One that a live run removes meanwhile is passed over.
+
+    Raises :class:`CheckpointError` where it is damaged.
+    """
+    for folder in reversed(_complete(checkpoints)):
+        if int(folder.name[1:]) < version:
+            try:
+                return read_checkpoint(folder)
+            except CheckpointError:
+                if folder.exists():
+                    raise
+    return None
+
+
 def read_checkpoint(folder: Path) -> Checkpoint:
     """The checkpoint in ``folder``, every byte of it checked.
 

@@ -21,7 +21,7 @@ from ..configs.run_folder import Run
 from ..errors import ConfigError, RoleFailed, StreamError
 from .checkpoint import FIRST, Checkpoint, clear_leftovers, newest_checkpoint, read_checkpoint, restore_training, write_checkpoint
 from .metrics import Counters, row_of
-from .optimizer import adamw
+from .optimizer import optimizer_of
 from .policy import Policy
 from .publisher import Publisher
 from .step import Stepper
@@ -84,7 +84,7 @@ def learn_from(run: Run, source: BatchSource, stop: threading.Event) -> None:
     held.lineage = source.hello(held.version).lineage
     if held.saved is None:
         held.saved = _save(run, held, source.sync)
-    stepper = Stepper(held.policy, held.optimizer, run.config, _reference(run))
+    stepper = Stepper(held.policy, held.optimizer, run.config, reference_of(run))
     tracker = Tracker(run.metrics_path, run.tensorboard_folder, held.version)
     publisher = Publisher(WeightsWriter(run.weights_folder, run.config.actors.num), held.policy.model, held.saved / "model")
     counters = Counters(source.status)
@@ -136,12 +136,7 @@ def start(run: Run, stop: threading.Event) -> Held:
     policy = Policy(model, config.policy)
     if saved is None and run.config.warmup is not None:
         warm_up(policy, tokenizer, run.config, stop)
-    settings = config.optimizer
-    layers: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
-    embeddings = [layer.weight for layer in layers if layer is not None]
-    optimizer = adamw(
-        model.named_parameters(), embeddings, rate=settings.learning_rate, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay
-    )
+    optimizer = optimizer_of(model, config.optimizer)
     held = Held(policy, tokenizer, optimizer, version=0, lineage=0, skipped_in_a_row=0, skipped=0, saved=None)
     if saved is None:
         torch.manual_seed(run.config.seed)
@@ -158,7 +153,7 @@ def step_settings(run: Run) -> dict[str, Any]:
     return settings if learner.optimizer.schedule == "constant" else settings | {"versions": learner.versions}
 
 
-def _reference(run: Run) -> Policy | None:
+def reference_of(run: Run) -> Policy | None:
     """The frozen policy of the KL term: version 0, which stays on disk for it. None where the loss has no such term."""
     if run.config.learner.loss.kl is None:
         return None

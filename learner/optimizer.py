@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -41,6 +42,14 @@ def adamw(
             (decaying if parameter.ndim >= 2 and id(parameter) not in kept else others).append(parameter)
     groups = [{"params": group, "weight_decay": decay} for group, decay in ((decaying, weight_decay), (others, 0.0)) if group]
     return torch.optim.AdamW(groups, lr=rate, betas=betas, eps=eps, fused=True)
+
+
+def optimizer_of(model: Any, settings: OptimizerConfig) -> torch.optim.AdamW:
+    """The optimiser of a policy's ``model`` under ``settings``."""
+    layers: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
+    embeddings = [layer.weight for layer in layers if layer is not None]
+    named: Iterable[tuple[str, torch.nn.Parameter]] = model.named_parameters()
+    return adamw(named, embeddings, rate=settings.learning_rate, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay)
 
 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

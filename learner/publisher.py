@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import xxhash
 
-from ..buffer.weights import Manifest, WeightsWriter, WeightTensor
+from ..buffer.weights import ALIGNMENT, Manifest, WeightsWriter, WeightTensor
 from ..errors import ConfigError
 
 if TYPE_CHECKING:
@@ -93,6 +94,16 @@ class Publisher:
 
     def _describe(self) -> list[WeightTensor]:
         return [(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), _bytes_of(tensor)) for name, tensor in self._tensors.items()]
+
+
+def digest_of(model: PreTrainedModel, saved: Path) -> str:
+    """The digest that the weights channel gives the weights of ``model`` as they are: xxh3-128 of their bytes, each tensor padded to the alignment."""
+    hasher = xxhash.xxh3_128()
+    for tensor in published_tensors(model, saved).values():
+        content = _bytes_of(tensor)
+        hasher.update(content)
+        hasher.update(bytes(-content.nbytes % ALIGNMENT))
+    return hasher.hexdigest()
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -61,7 +61,7 @@ class Stepper:
 
     def __init__(self, policy: Policy, optimizer: torch.optim.Optimizer, config: Config, reference: Policy | None = None) -> None:
         self.policy, self.config, self.reference = policy, config, reference
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self._objective = Objective(config.learner.loss)
         self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
@@ -109,9 +109,9 @@ class Stepper:
         norm = 0.0 if gradients.skip else clip(self._parameters, learner.optimizer.max_grad_norm)
         stepped = not gradients.skip and math.isfinite(norm)
         if stepped:
-            set_rate(self._optimizer, rate)
-            self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+            set_rate(self.optimizer, rate)
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
         return Update(stepped, norm, rate, time.perf_counter() - began)
 
     @torch.no_grad()

@@ -44,7 +44,7 @@ class Tracker:
     def row(self, version: int, values: Mapping[str, float]) -> None:
         """Writes the row of ``version``, with the wall time so far."""
         values = {**values, "time/wall_s": self.wall_s}
-        finite = {name: _plain(value) for name, value in values.items() if math.isfinite(value)}
+        finite = {name: as_written(value) for name, value in values.items() if math.isfinite(value)}
         self._file.write(json.dumps({"version": version, **finite}) + "\n")
         self._file.flush()
         summary = _summaries.Summary(value=[_summaries.Summary.Value(tag=name, simple_value=float(value)) for name, value in finite.items()])
@@ -82,6 +82,6 @@ def cut_rows(path: Path, version: int) -> dict[str, Any]:
     return last
 
 
-def _plain(value: float) -> float | int:
+def as_written(value: float) -> float | int:
     """Whole numbers as integers, others to nine digits: the file stays readable and float32 values survive."""
     return int(value) if float(value).is_integer() and abs(value) < 2**53 else float(f"{value:.9g}")

@@ -267,7 +267,7 @@ def test_help_comes_within_a_second_and_is_plain_text() -> None:
     assert "probe" not in done.stdout
 
 
-@pytest.mark.parametrize("command", ["train", "check", "show-config", "audit", "actor"])
+@pytest.mark.parametrize("command", ["train", "check", "show-config", "audit", "replay", "actor"])
 def test_every_command_shows_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = call(capsys, command, "--help")
     assert code == 0

@@ -28,7 +28,8 @@ ALLOWED = {
     "roles": {"processes", "actors", "learner", "models", "envs", "buffer", "configs", "errors"},
     "run": {"supervisor", "processes", "watch", "models", "envs", "buffer", "configs", "errors"},
     "log_command": {"models", "buffer", "configs", "errors"},
-    "cli": {"log_command", "pretrained", "run", "roles", "tail", "watch", "summary", "models", "envs", "buffer", "configs", "errors"},
+    "replay_command": {"learner", "envs", "buffer", "configs", "errors"},
+    "cli": {"log_command", "replay_command", "pretrained", "run", "roles", "tail", "watch", "summary", "models", "envs", "buffer", "configs", "errors"},
 }
 DOORS = {
     "transformers": {"models.py"},

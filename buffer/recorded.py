@@ -1,0 +1,119 @@
+"""Reading a run's stream from its files: rows wherever they lie, and batches as they were recorded.
+
+Reads only, also beside a live buffer: a segment that is sealed while it is looked for is found in its sealed form.
+"""
+
+# pyarrow ships no types
+# pyright: reportUnknownParameterType=false
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import pyarrow as pa
+
+from ..errors import ConfigError, Corrupt, RunFolderError
+from .columns import decode, from_frame
+from .gather import committed
+from .ledger import BatchRow, Ledger
+from .log import Location, segment_path
+from .sealed import Sealed, sealed_path
+from .types import Batch, Trajectory
+
+
+class Segments:
+    """The segments in ``folder``, as they were written or sealed. One sealed file is kept open at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._sealed: dict[int, Sealed] = {}
+
+    def read(self, location: Location) -> pa.RecordBatch:
+        """The rows of one append, checked.
+
+        Raises:
+            Corrupt: they are damaged or gone.
+
+        """
+        path = segment_path(self.folder, location.segment)
+        try:
+            mapped = pa.memory_map(str(path))
+        except FileNotFoundError:
+            if location.segment not in self._sealed:
+                self._sealed = {location.segment: Sealed(sealed_path(self.folder, location.segment))}
+            return self._sealed[location.segment].read(location.offset)
+        if mapped.size() < location.offset + location.size_bytes:
+            raise Corrupt(f"{path} ends at {mapped.size()} bytes, before what was recorded; run `rollstream audit` for the extent")
+        mapped.seek(location.offset)
+        return from_frame(mapped.read_buffer(location.size_bytes), location.checksum)
+
+
+def open_ledger(folder: Path) -> Ledger:
+    """The ledger of the run in ``folder``, for reading.
+
+    Raises:
+        RunFolderError: there is none.
+
+    """
+    path = folder / "ledger.sqlite"
+    if not path.is_file():
+        raise RunFolderError(f"{folder} holds no ledger.sqlite: nothing was streamed there yet")
+    return Ledger(path, None, read_only=True)
+
+
+class Recorded:
+    """The recorded batches of the run in ``folder``, open for reading; a context manager.
+
+    Raises:
+        RunFolderError: there is no ledger.
+
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._ledger = open_ledger(folder)
+        self._segments = Segments(folder / "stream")
+        self.lineage = int(self._ledger.meta("lineage") or 0)
+        self.version = int(self._ledger.meta("version") or 0)
+        """The newest version that was trained."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._ledger.close()
+
+    def batch(self, version: int) -> Batch:
+        """The batch that made ``version``, as the learner was served it.
+
+        Raises:
+            ConfigError: no such batch was recorded, or retention removed rows of it.
+            Corrupt: its rows are damaged.
+
+        """
+        with self._ledger.snapshot():
+            found = self._ledger.batch(self.lineage, version)
+            if found is None:
+                raise ConfigError(f"version {version} has no recorded batch: there are {self._ledger.last_batch(self.lineage)}, counted from 1")
+            appends, removed = self._appends(found), {sealed.segment for sealed, gone in self._ledger.segments() if gone}
+        trajectories: list[Trajectory] = []
+        for location, keys in appends:
+            if location.segment in removed:
+                raise ConfigError(f"the rows of version {version}'s batch were removed by retention (buffer.keep_gb); ask for a newer version")
+            trajectories.extend(decode(committed(self._segments.read(location), keys)))
+        place = {group_id: index for index, group_id in enumerate(found.groups)}
+        trajectories.sort(key=lambda trajectory: (place[trajectory.key.group_id], trajectory.key.member))
+        return Batch(found.lineage, version, tuple(found.groups), tuple(trajectories), frozenset(found.withheld), recorded=True)
+
+    def _appends(self, batch: BatchRow) -> list[tuple[Location, set[tuple[int, int, int]]]]:
+        """Where the committed rows of a batch lie, and which (group, member, attempt) they are."""
+        wanted: dict[int, set[tuple[int, int, int]]] = {}
+        for group_id in batch.groups:
+            for member in self._ledger.members(group_id):
+                wanted.setdefault(member.append_id, set()).add((group_id, member.member, member.attempt))
+        return [(self._ledger.append(append_id)[0], keys) for append_id, keys in wanted.items()]
+
+    def digest(self, version: int) -> str | None:
+        """The recorded digest of a version's weights; None where it was never published."""
+        return self._ledger.digest(self.lineage, version)

@@ -1,0 +1,158 @@
+"""Replaying a step: the batch from log and ledger, the weights from the checkpoint before it, everything computed again and held against what was recorded.
+
+From the newest checkpoint c before version N the recorded batches c + 1 … N - 1 are trained again, in memory; then step N is taken and its figures are
+compared with the row that the run wrote. Nothing is written anywhere, and a live run is not disturbed. What does not follow from batch and weights alone
+(times, rates, memory, the other roles) is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from .. import models
+from ..buffer.recorded import Recorded
+from ..buffer.types import Batch
+from ..configs.learner_schema import Alarms
+from ..configs.run_folder import Run
+from ..configs.schema import Config
+from ..errors import CheckpointError, ConfigError
+from .checkpoint import FIRST, Checkpoint, checkpoint_before, restore_training
+from .loop import reference_of
+from .metrics import row_of
+from .optimizer import optimizer_of
+from .policy import Policy
+from .publisher import digest_of
+from .step import Stepper
+from .tracker import as_written
+from .updates import train_batch
+
+ACCELERATOR_TOLERANCE = 1e-4
+"""Relative difference that counts as none where sums may come in another order: on anything but a CPU."""
+DIGEST = "weights/digest"
+"""Name of the figure that is the digest of the new weights."""
+
+_FOLLOWS = re.compile(r"(train|loss|optim)/(?!.*_s(_|$))|learner/padding_share$")
+_NO_ALARMS = Alarms(ess_warn=0.0, ess_stop=0.0, kl_warn=1e300, trust_masked_warn=1.0)
+
+Figure = float | int | str
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """One step computed again.
+
+    ``checkpoint`` is the version it started from. ``recorded`` are the figures of the run, ``found`` those of now. ``tolerance`` is relative; 0 is bit for bit,
+    to the nine digits that are recorded.
+    """
+
+    version: int
+    lineage: int
+    checkpoint: int
+    recorded: Mapping[str, Figure]
+    found: Mapping[str, Figure]
+    tolerance: float
+
+    @property
+    def names(self) -> list[str]:
+        """Every figure that either side has."""
+        return sorted(self.recorded.keys() | self.found.keys())
+
+    @property
+    def differing(self) -> list[str]:
+        """Figures that differ; one that only one side has differs too."""
+        return [name for name in self.names if not self._agree(self.recorded.get(name), self.found.get(name))]
+
+    def _agree(self, recorded: Figure | None, found: Figure | None) -> bool:
+        if isinstance(recorded, int | float) and isinstance(found, int | float):
+            return abs(recorded - found) <= self.tolerance * max(abs(recorded), abs(found))
+        return recorded == found
+
+
+def replay(run: Run, version: int, what_if: Config | None = None, on_redo: Callable[[int], None] = lambda version: None) -> Replayed:
+    """Computes the step that made ``version`` again; with ``what_if`` under that configuration, from the same batch and the same weights.
+
+    ``on_redo`` hears of each version that is trained on the way there.
+
+    Raises :class:`ConfigError` where the version has no batch, no row, no rows in the log, or no checkpoint before it; :class:`Corrupt` and
+    :class:`CheckpointError` for what is damaged.
+    """
+    torch.set_num_threads(run.config.learner.num_threads)
+    with Recorded(run.folder) as source:
+        last = source.batch(version)
+        row = _recorded_row(run, version)
+        saved = _starting_point(run, version)
+        stepper = _stepper_at(run, saved)
+        skipped = int(saved.progress["skipped"])
+        for earlier in range(saved.version + 1, version):
+            on_redo(earlier)
+            skipped += not _train(stepper, source.batch(earlier), skipped)[1]
+        digest = source.digest(version)
+    changed = stepper if what_if is None else Stepper(stepper.policy, stepper.optimizer, what_if, _reference(replace(run, config=what_if)))
+    found = _figures(_train(changed, last, skipped)[0])
+    recorded = _figures(row)
+    exact = run.config.learner.device == "cpu"
+    if what_if is None and exact and digest is not None:
+        recorded[DIGEST], found[DIGEST] = digest, digest_of(stepper.policy.model, saved.model_folder)
+    return Replayed(version, last.lineage, saved.version, recorded, found, 0.0 if exact else ACCELERATOR_TOLERANCE)
+
+
+def _train(stepper: Stepper, batch: Batch, skipped: int) -> tuple[dict[str, float], bool]:
+    """Takes the step of ``batch``: its row as the run would write it, and whether the weights changed. ``skipped`` versions were before it."""
+    work = stepper.prepare(batch)
+    done = train_batch(stepper, work, batch.version, _NO_ALARMS, lambda: None)
+    return row_of(batch, work, done, skipped=skipped + (not done.update.stepped), seconds={}), done.update.stepped
+
+
+def _figures(row: Mapping[str, Any]) -> dict[str, Figure]:
+    """What follows from batch and weights, as it is written."""
+    return {name: as_written(value) for name, value in row.items() if _FOLLOWS.match(name) and math.isfinite(value)}
+
+
+def _recorded_row(run: Run, version: int) -> dict[str, Any]:
+    lines = run.metrics_path.read_text(encoding="utf-8").splitlines() if run.metrics_path.is_file() else []
+    for line in reversed(lines):
+        with suppress(ValueError):
+            row: dict[str, Any] = json.loads(line)
+            if row["version"] == version:
+                return row
+    raise ConfigError(f"version {version} has no row in {run.metrics_path.name}: it was not trained yet, or is being redone; there is nothing to compare with")
+
+
+def _starting_point(run: Run, version: int) -> Checkpoint:
+    saved = checkpoint_before(run.checkpoints_folder, version)
+    if saved is None:
+        kept = sorted(path.name for path in run.checkpoints_folder.glob("v*"))
+        raise ConfigError(
+            f"version {version} has no checkpoint before it (kept are {', '.join(kept) or 'none'}): replay a later version, "
+            "or keep more with learner.checkpoint.keep_last or keep_every"
+        )
+    return saved
+
+
+def _stepper_at(run: Run, saved: Checkpoint) -> Stepper:
+    """Policy and optimiser as they were when ``saved`` was written."""
+    config = run.config.learner
+    try:
+        model = models.load_policy(saved.model_folder, device=config.device)
+        policy = Policy(model, config.policy)
+        optimizer = optimizer_of(model, config.optimizer)
+        restore_training(saved, optimizer, config.device)
+    except OSError as error:
+        if saved.folder.exists():
+            raise
+        raise CheckpointError(f"checkpoint {saved.folder.name} was removed by the live run while it was read: run the command again") from error
+    return Stepper(policy, optimizer, run.config, _reference(run))
+
+
+def _reference(run: Run) -> Policy | None:
+    if run.config.learner.loss.kl is not None and not (run.checkpoints_folder / FIRST).is_dir():
+        raise ConfigError(f"learner.loss.kl needs version 0 as its reference, and {FIRST} is not among the checkpoints that were kept: leave kl out")
+    return reference_of(run)
