@@ -72,13 +72,13 @@ def make_pool(size: int, shortest: int, longest: int) -> list[Trajectory]:
 # --- our stream -----------------------------------------------------------------------------------------------------------------------
 
 
-def make_run(folder: Path, batch_groups: int) -> Run:
+def make_run(folder: Path, batch_groups: int, **buffer: float) -> Run:
     """A run of nothing but its stream."""
     settings = {
         "name": "stream",
         "env": {"id": "bench/Stream-v0"},
-        "buffer": {"depth": 2, "max_lag": 4},
-        "learner": {"versions": 10**9, "batch_groups": batch_groups, "group_size": GROUP_SIZE},
+        "buffer": {"depth": 2, "max_lag": 4, **buffer},
+        "learner": {"versions": 10**6, "batch_groups": batch_groups, "group_size": GROUP_SIZE},
     }
     return Run(folder, Config.model_validate(settings), f"bench-{folder}")
 
