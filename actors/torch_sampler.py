@@ -224,8 +224,10 @@ class TorchSampler:
         self._finished.extend((request.future, completion) for request, completion in self._engine.abort(session))
 
     def _load(self, manifest: Manifest, view: memoryview) -> None:
-        """Copies the weights in and proves them; on failure the engine holds nothing and everything that runs fails with the reason."""
-        self._held = None
+        """Copies the weights in and proves them; on failure the engine holds nothing and everything that runs fails with the reason.
+
+        What is asked meanwhile, on the event loop, waits for its turn in the thread: it must not find the sampler without weights.
+        """
         try:
             tensors = match(self._engine.model, manifest)
             copy_in(tensors, manifest, view)

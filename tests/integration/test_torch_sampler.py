@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from rollstream.actors import torch_sampler
 from rollstream.actors.draw import draw, kept
 from rollstream.actors.sampler import Completion, SamplingParams
 from rollstream.actors.torch_sampler import OnPush, TorchSampler
@@ -242,6 +244,30 @@ async def test_scores_are_those_of_the_weights_held_now() -> None:
     await sampler.close()
     np.testing.assert_allclose(before[1:], scores(build(seed=0), ids, 14), atol=1e-5)
     np.testing.assert_allclose(after[1:], scores(build(seed=1), ids, 14), atol=1e-5)
+
+
+async def test_what_is_asked_while_weights_are_copied_in_is_sampled_from_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler = await sampler_of(build(seed=0), version=3)
+    copying, go_on = threading.Event(), threading.Event()
+    copy_in = torch_sampler.copy_in
+
+    def slow_copy(*arguments: Any) -> None:
+        copying.set()
+        assert go_on.wait(10)
+        copy_in(*arguments)
+
+    monkeypatch.setattr(torch_sampler, "copy_in", slow_copy)
+    loading = asyncio.create_task(sampler.load(*pack(build(seed=1), 4)))
+    await asyncio.to_thread(copying.wait, 10)
+    asked = asyncio.create_task(sampler.generate(prompt(5), SamplingParams(max_tokens=4, seed=1), session="a"))
+    await asyncio.sleep(0.01)
+    assert sampler.held == (0, 3)
+    go_on.set()
+    completion = await asked
+    await loading
+    assert completion.versions.tolist() == [4] * 4
+    assert np.allclose(completion.logprobs, scores(build(seed=1), [*prompt(5), *completion.token_ids.tolist()], 4), atol=1e-5)
+    await sampler.close()
 
 
 async def test_weights_of_another_model_are_refused_and_silence_the_sampler() -> None:
