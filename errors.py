@@ -14,6 +14,7 @@
     │   ├── DiskFull (OSError)              the disk of the stream takes no more; nothing acknowledged is lost
     │   └── Corrupt (ValueError)            stored or received bytes do not match their checksum or schema
     ├── WeightsError (RuntimeError)         pushed weights that do not match their manifest
+    │   └── WeightsGone                     a newer version has replaced the one asked for
     ├── DataRefused (ValueError)            a batch that must not train, naming the trajectory
     ├── CheckpointError (RuntimeError)      a checkpoint that is missing or damaged, naming the last good one
     └── RoleFailed (RuntimeError)           a role process ended the run
@@ -44,6 +45,7 @@ __all__ = [
     "TemplateError",
     "UnknownEnv",
     "WeightsError",
+    "WeightsGone",
 ]
 
 
@@ -127,6 +129,10 @@ class Corrupt(StreamError, ValueError):
 
 class WeightsError(RollstreamError, RuntimeError):
     """Pushed weights that do not match their manifest."""
+
+
+class WeightsGone(WeightsError):
+    """A newer version has replaced the one asked for: poll again."""
 
 
 class DataRefused(RollstreamError, ValueError):

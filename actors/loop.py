@@ -8,12 +8,12 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any
 
+from ..buffer.channels import subscribe_to
 from ..buffer.client import ActorClient
-from ..buffer.weights import WeightsReader
 from ..configs.schema import ScriptedSampler as ScriptedConfig
 from ..configs.schema import TinyModel
 from ..envs import registry
-from ..errors import Refused, StreamError
+from ..errors import Refused, StreamError, WeightsGone
 from .env_pool import EnvPool
 from .invalid import InvalidShare
 from .rollout import Player, Renderers
@@ -90,7 +90,7 @@ class _Actor:
         self.player = Player(sampler, renderers, self.envs, self.settings, run.config.seed, actor_id)
         self.invalid = InvalidShare(self.settings.max_invalid_share)
         self.client = ActorClient(run.endpoint, run.run_id, actor_id)
-        self.reader = WeightsReader(run.weights_folder)
+        self.reader = subscribe_to(run, actor_id)
         self.loaded = asyncio.Condition()
         self.slots = asyncio.Semaphore(self.settings.slots)
         self.num_owed = 0
@@ -185,10 +185,15 @@ class _Actor:
                 await asyncio.sleep(WEIGHTS_POLL_S)
                 continue
             started = time.perf_counter()
-            with contextlib.ExitStack() as stack:
-                # Opening hashes every byte: for a large model that would hold up everybody else here.
-                view = await asyncio.to_thread(stack.enter_context, self.reader.open(manifest))
-                await self.sampler.load(manifest, view)
+            try:
+                with contextlib.ExitStack() as stack:
+                    # Opening hashes every byte: for a large model that would hold up everybody else here.
+                    view = await asyncio.to_thread(stack.enter_context, self.reader.open(manifest))
+                    await self.sampler.load(manifest, view)
+            except WeightsGone as error:  # published faster than read: the next one
+                logger.info("weights=gone version=%d reason=%s", manifest.version, error)
+                await asyncio.sleep(WEIGHTS_POLL_S)
+                continue
             logger.info("weights=loaded lineage=%d version=%d seconds=%.3f", manifest.lineage, manifest.version, time.perf_counter() - started)
             async with self.loaded:
                 self.loaded.notify_all()

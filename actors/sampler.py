@@ -18,7 +18,7 @@ from ..errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ..buffer.weights import Manifest
+    from ..buffer.manifest import Manifest
 
 Int32 = npt.NDArray[np.int32]
 Float32 = npt.NDArray[np.float32]

@@ -19,7 +19,7 @@ from .sampler import Completion, EndOfTurn, SamplingParams
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ..buffer.weights import Manifest
+    from ..buffer.manifest import Manifest
 
 
 class ScriptedSampler:

@@ -34,7 +34,7 @@ from .torch_weights import copy_in, fingerprint, match
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ..buffer.weights import Manifest
+    from ..buffer.manifest import Manifest
 
 logger = logging.getLogger(__name__)
 

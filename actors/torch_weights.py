@@ -15,7 +15,7 @@ import xxhash
 from ..errors import WeightsError
 
 if TYPE_CHECKING:
-    from ..buffer.weights import Manifest
+    from ..buffer.manifest import Manifest
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 

@@ -1,22 +1,22 @@
-"""The weights channel on one host: versions of the policy in shared memory, written by the learner, read in place by actors.
+"""The weights channel ``shm``, on one host: versions of the policy in shared memory, written by the learner, read in place by actors.
 
     FOLDER/slot-000 … slot-NNN   one page of header, then the bytes of one version
     FOLDER/current               manifest of the newest version, replaced by rename
     FOLDER/writer.lock           held by the one writer
 
-There are ``num_readers + 2`` slots, used again and again, so their pages stay mapped. The kernel keeps the leases: a reader holds ``flock(LOCK_SH)`` on
-the slot it reads, the writer takes one whose ``flock(LOCK_EX)`` comes free at once and never the one ``current`` names; whoever is killed lets go of
-all its locks. A reader sees whole versions only: ``current`` moves after the last byte is in place. No torch in here; bytes are bytes.
+There are ``num_readers + 2`` slots, more once more readers joined, used again and again, so their pages stay mapped. The kernel keeps the leases: a reader
+holds ``flock(LOCK_SH)`` on the slot it reads, the writer takes one whose ``flock(LOCK_EX)`` comes free at once and never the one ``current`` names; whoever is
+killed lets go of all its locks. A reader sees whole versions only: ``current`` moves after the last byte is in place. No torch in here; bytes are bytes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import mmap
 import os
 import shutil
-import stat
 import time
 from collections.abc import Generator, Sequence
 from pathlib import Path
@@ -25,40 +25,29 @@ import msgspec
 import numpy as np
 import xxhash
 
-from ..errors import WeightsError
+from ..errors import WeightsError, WeightsGone
+from .manifest import (
+    ALIGNMENT,
+    BLOCK_BYTES,
+    Manifest,
+    TensorSpec,
+    WeightTensor,
+    check_layout,
+    check_owner,
+    layout_of,
+    lock_writer,
+    read_current,
+    replace_current,
+    round_up,
+    size_of,
+)
 
-ALIGNMENT = 64
-"""Tensors start at multiples of this many bytes."""
+logger = logging.getLogger(__name__)
+
 _HEADER_BYTES = mmap.PAGESIZE
 _STAMP_BYTES = 64
-_BLOCK_BYTES = 1 << 20
-"""Copied and hashed at a time: the hash then reads what the copy left in the cache."""
 _SETTLE_S = 5.0
 """How long a reader follows a ``current`` that keeps moving before it gives up."""
-
-WeightTensor = tuple[str, str, tuple[int, ...], memoryview]
-"""Name, dtype, shape, contiguous bytes."""
-
-
-class TensorSpec(msgspec.Struct, frozen=True):
-    """Where one tensor lies in a slot. ``dtype`` is the framework's name without its prefix: ``float32``, ``bfloat16``."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-    size_bytes: int
-
-
-class Manifest(msgspec.Struct, frozen=True):
-    """One published version: what it is, in which slot it lies, and the xxh3-128 of its ``size_bytes`` bytes."""
-
-    lineage: int
-    version: int
-    digest: str
-    slot: int
-    size_bytes: int
-    tensors: list[TensorSpec]
 
 
 class _Stamp(msgspec.Struct, frozen=True, array_like=True):
@@ -73,33 +62,13 @@ def _slot_path(folder: Path, slot: int) -> Path:
     return folder / f"slot-{slot:03d}"
 
 
-def _round_up(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
-
-
-def _check_owner(folder: Path) -> None:
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-        raise WeightsError(f"weights folder {folder} is not a folder of user {os.getuid()}: remove it, somebody else made it")
-
-
-def _lock_writer(folder: Path) -> int:
-    handle = os.open(folder / "writer.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(handle)
-        raise WeightsError(f"weights folder {folder} has a writer already: stop the other learner of this run first") from None
-    return handle
-
-
 def remove_weights(folder: Path) -> bool:
     """Removes what a killed writer left in shared memory. False, and nothing removed, where a writer lives or there is nothing."""
     if not folder.is_dir():
         return False
     try:
-        _check_owner(folder)
-        handle = _lock_writer(folder)
+        check_owner(folder)
+        handle = lock_writer(folder)
     except WeightsError:
         return False
     shutil.rmtree(folder, ignore_errors=True)
@@ -119,8 +88,8 @@ class WeightsWriter:
         self.folder = folder
         self.num_slots = num_readers + 2
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _check_owner(folder)
-        self._lock = _lock_writer(folder)
+        check_owner(folder)
+        self._lock = lock_writer(folder)
         for path in folder.iterdir():
             if path.name != "writer.lock":
                 path.unlink()
@@ -139,14 +108,12 @@ class WeightsWriter:
 
         Raises :class:`WeightsError` where they differ from the first call's, or the file system has no room.
         """
-        layout = _layout(tensors)
+        layout = layout_of(tensors)
         if not self._handles:
-            self._size = layout[-1].offset + _round_up(layout[-1].size_bytes, ALIGNMENT) if layout else 0
+            self._size, self._layout = size_of(layout), layout
+        check_layout(layout, self._layout, version)
+        if len(self._handles) < self.num_slots:
             self._allocate()
-            self._layout = layout
-        elif layout != self._layout:
-            changed = next((new.name for new, old in zip(layout, self._layout, strict=False) if new != old), "their number")
-            raise WeightsError(f"version {version} has other tensors than the first one written ({changed}): publish the same model, or open a new writer")
         slot = self._take_slot()
         if slot is None:
             return None
@@ -157,11 +124,13 @@ class WeightsWriter:
         finally:
             fcntl.flock(self._handles[slot], fcntl.LOCK_UN)
         manifest = Manifest(lineage, version, digest, slot, self._size, layout)
-        temporary = self.folder / "current.tmp"
-        temporary.write_bytes(msgspec.json.encode(manifest))
-        temporary.rename(self.folder / "current")
+        replace_current(self.folder, manifest)
         self._current = slot
         return manifest
+
+    def expect(self, num_readers: int) -> None:
+        """That many may read at once from the next version on: a reader that joined must not take away another's slot."""
+        self.num_slots = max(self.num_slots, num_readers + 2)
 
     def close(self) -> None:
         """Removes the folder. Readers that still hold a slot keep its bytes until they let go."""
@@ -176,17 +145,23 @@ class WeightsWriter:
         os.close(self._lock)
 
     def _allocate(self) -> None:
-        """Makes and maps every slot. Space is taken at once: a write into a sparse file on a full file system would kill the process (SIGBUS)."""
+        """Makes and maps the slots there are not yet. Space is taken at once: a write into a sparse file on a full file system would kill the process (SIGBUS).
+
+        Without room for more, those there are go on serving.
+        """
         size = _HEADER_BYTES + max(self._size, 1)
-        needed = self.num_slots * _round_up(size, mmap.PAGESIZE)
+        needed = (self.num_slots - len(self._handles)) * round_up(size, mmap.PAGESIZE)
         free = os.statvfs(self.folder)
         free_bytes = free.f_bavail * free.f_frsize
-        if needed > free_bytes:
+        if needed > free_bytes and self._handles:
+            logger.warning("event=no_room_for_more_readers slots=%d wanted=%d free_mb=%.1f", len(self._handles), self.num_slots, free_bytes / 1e6)
+            self.num_slots = len(self._handles)
+        elif needed > free_bytes:
             raise WeightsError(
                 f"weights channel needs {needed / 1e6:.1f} MB in {self.folder} ({self.num_slots} slots), {free_bytes / 1e6:.1f} MB are free: "
-                "enlarge that file system (docker: --shm-size), or use fewer actors"
+                "enlarge that file system (docker: --shm-size), use fewer actors, or weights.channel=files"
             )
-        for slot in range(self.num_slots):
+        for slot in range(len(self._handles), self.num_slots):
             handle = os.open(_slot_path(self.folder, slot), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             self._handles.append(handle)
             try:
@@ -196,8 +171,8 @@ class WeightsWriter:
             self._maps.append(mmap.mmap(handle, size))
 
     def _take_slot(self) -> int | None:
-        for step in range(1, self.num_slots + 1):
-            slot = (self._current + step) % self.num_slots
+        for step in range(1, len(self._maps) + 1):
+            slot = (self._current + step) % len(self._maps)
             if slot == self._current:
                 continue
             with contextlib.suppress(BlockingIOError):
@@ -212,21 +187,12 @@ class WeightsWriter:
         hasher = xxhash.xxh3_128()
         for spec, (_, _, _, content) in zip(self._layout, tensors, strict=True):
             source = np.frombuffer(content, dtype=np.uint8)
-            end = spec.offset + _round_up(spec.size_bytes, ALIGNMENT)
-            for start in range(0, max(spec.size_bytes, 1), _BLOCK_BYTES):
-                stop = min(start + _BLOCK_BYTES, spec.size_bytes)
+            end = spec.offset + round_up(spec.size_bytes, ALIGNMENT)
+            for start in range(0, max(spec.size_bytes, 1), BLOCK_BYTES):
+                stop = min(start + BLOCK_BYTES, spec.size_bytes)
                 into[spec.offset + start : spec.offset + stop] = source[start:stop]
                 hasher.update(into[spec.offset + start : end if stop == spec.size_bytes else spec.offset + stop].data)
         return hasher.hexdigest()
-
-
-def _layout(tensors: Sequence[WeightTensor]) -> list[TensorSpec]:
-    specs: list[TensorSpec] = []
-    offset = 0
-    for name, dtype, shape, content in tensors:
-        specs.append(TensorSpec(name, dtype, tuple(shape), offset, content.nbytes))
-        offset += _round_up(content.nbytes, ALIGNMENT)
-    return specs
 
 
 class _Slot:
@@ -300,7 +266,7 @@ class WeightsReader:
             return self._found
         deadline = time.monotonic() + _SETTLE_S
         while True:
-            manifest = self._read_current()
+            manifest = read_current(self.folder)
             if manifest is None:
                 return self._found
             slot = self._hold(manifest)
@@ -324,11 +290,11 @@ class WeightsReader:
     def open(self, manifest: Manifest) -> Generator[memoryview, None, None]:
         """The bytes of ``manifest``, ``[size_bytes]``, in place; they stay as they are until the context ends.
 
-        Raises :class:`WeightsError` where the slot holds another version by now, or the bytes do not match the digest.
+        Raises :class:`WeightsGone` where the slot holds another version by now, :class:`WeightsError` where the bytes do not match the digest.
         """
         slot = self._hold(manifest)
         if slot is None:
-            raise WeightsError(f"version {manifest.version} is no longer in {self.folder}: poll again for the one that replaced it")
+            raise WeightsGone(f"version {manifest.version} is no longer in {self.folder}: poll again for the one that replaced it")
         view = memoryview(slot.map)[_HEADER_BYTES : _HEADER_BYTES + manifest.size_bytes]
         try:
             digest = xxhash.xxh3_128_hexdigest(view)
@@ -363,15 +329,6 @@ class WeightsReader:
         except FileNotFoundError:
             return None
         return (found.st_ino, found.st_mtime_ns, found.st_size)
-
-    def _read_current(self) -> Manifest | None:
-        try:
-            with open(self._current, "rb") as file:
-                return msgspec.json.decode(file.read(), type=Manifest)
-        except FileNotFoundError:
-            return None
-        except msgspec.DecodeError as error:
-            raise WeightsError(f"manifest {self._current} cannot be read: {error}") from error
 
     def _hold(self, manifest: Manifest) -> _Slot | None:
         """A hold on the slot of ``manifest``; None where it is being written or holds something else."""

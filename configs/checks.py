@@ -50,14 +50,17 @@ def check_machine(run: Run) -> None:
                 f"the Unix socket {run.socket_folder / 'buffer'} needs {length} bytes, the system allows {_SOCKET_PATH_BYTES}; "
                 "set TMPDIR to a shorter folder, or use buffer.endpoint=tcp://127.0.0.1:PORT"
             )
-    base = run.weights_folder.parent
-    num_slots = run.config.actors.num + 2
+    files = run.config.weights.channel == "files"
+    base = next(parent for parent in run.weights_folder.parents if parent.is_dir())
+    num_slots = 3 if files else run.config.actors.num + 2
     needed, free = weights_bytes(config=run.config) * num_slots, os.statvfs(base)
     free_bytes = free.f_bavail * free.f_frsize
     if needed > free_bytes:
+        why = f"{num_slots} versions" if files else f"{num_slots} slots for actors.num {run.config.actors.num}"
+        remedy = f"free some, or enlarge it (mount -o remount,size=... {base}), use fewer actors, a smaller model, or weights.channel=files"
         raise ConfigError(
-            f"{base} has {free_bytes / 2**20:,.0f} MiB free, the weights channel needs {needed / 2**20:,.0f} MiB ({num_slots} slots for actors.num "
-            f"{run.config.actors.num}); free some (ls {base}), enlarge it (mount -o remount,size=... {base}), or use fewer actors or a smaller model"
+            f"{base} has {free_bytes / 2**20:,.0f} MiB free, the weights channel needs {needed / 2**20:,.0f} MiB ({why}); "
+            f"{'free some, or choose another folder (folder=PATH)' if files else remedy}"
         )
 
 

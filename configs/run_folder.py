@@ -9,6 +9,7 @@ checkpoints/v000000/ one folder per kept version
 metrics.jsonl        one object per policy version
 tensorboard/         the same numbers
 logs/ROLE.log        what each process wrote
+weights/             the newest versions for the actors, while the run lives and weights.channel is files
 """
 
 from __future__ import annotations
@@ -84,7 +85,9 @@ class Run:
 
     @property
     def weights_folder(self) -> Path:
-        """Shared memory of the weights channel; plain files under the temporary folder where the machine has no ``/dev/shm``."""
+        """Where the weights channel lives while the run does: shared memory (the temporary folder where a machine has no ``/dev/shm``), or the run itself."""
+        if self.config.weights.channel == "files":
+            return self.folder / "weights"
         tag = hashlib.sha256(self.run_id.encode()).hexdigest()[:12]
         memory = Path("/dev/shm")
         base = memory if memory.is_dir() and os.access(memory, os.W_OK) else Path(tempfile.gettempdir())

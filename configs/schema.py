@@ -108,6 +108,16 @@ class Buffer(Section):
     """Above this size the oldest rows of the stream that no checkpoint can need again are removed; null keeps everything."""
 
 
+# --- weights ------------------------------------------------------------------------------------------------------------------------
+
+
+class Weights(Section):
+    """How each version of the policy reaches the actors."""
+
+    channel: Literal["shm", "files"] = "shm"
+    """Shared memory (actors on the learner's machine), or files in the run folder (every machine that shares its file system)."""
+
+
 # --- actors -------------------------------------------------------------------------------------------------------------------------
 
 
@@ -193,6 +203,7 @@ class Config(Section):
     warmup: Warmup | None = None
     """Supervised warm-up before version 0; null is none."""
     buffer: Buffer = Buffer()
+    weights: Weights = Weights()
     actors: Actors = Actors()
     learner: Learner
     launcher: LocalLauncher = LocalLauncher()

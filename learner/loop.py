@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from .. import models
+from ..buffer.channels import publish_to
 from ..buffer.client import LearnerClient
 from ..buffer.types import Batch
-from ..buffer.weights import WeightsWriter
 from ..buffer.wire import StatusReply, Welcome
 from ..configs.run_folder import Run
 from ..errors import ConfigError, RoleFailed, StreamError
@@ -86,7 +86,7 @@ def learn_from(run: Run, source: BatchSource, stop: threading.Event) -> None:
         held.saved = _save(run, held, source.sync)
     stepper = Stepper(held.policy, held.optimizer, run.config, reference_of(run))
     tracker = Tracker(run.metrics_path, run.tensorboard_folder, held.version)
-    publisher = Publisher(WeightsWriter(run.weights_folder, run.config.actors.num), held.policy.model, held.saved / "model")
+    publisher = Publisher(publish_to(run, run.config.actors.num), held.policy.model, held.saved / "model")
     counters = Counters(source.status)
     saving_s = 0.0
 
@@ -113,6 +113,7 @@ def learn_from(run: Run, source: BatchSource, stop: threading.Event) -> None:
             seconds = {"step": ended - began, "wait_batch": pulled - began, "prepare": prepared - pulled, "publish": publisher.copy_s}
             row = row_of(batch, work, done, skipped=held.skipped, seconds=seconds | {"checkpoint": saving_s})
             tracker.row(held.version, row | counters.read())
+            publisher.expect(counters.num_actors)
             saving_s = 0.0
             if held.version % config.checkpoint.every == 0 or held.version == config.versions:
                 held.saved = _save(run, held, source.sync)

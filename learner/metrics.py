@@ -90,6 +90,8 @@ class Counters:
         self._asked = float("-inf")
         self._tokens: tuple[float, float] | None = None
         self._row: dict[str, float] = {}
+        self.num_actors = 0
+        """Actors the buffer knew of at the last answer, those that joined included."""
 
     def read(self) -> dict[str, float]:
         """Rates and levels of actors and buffer; a number nobody reported is left out."""
@@ -105,6 +107,7 @@ class Counters:
         if "cpu_s" in status.counters:
             row["buffer/cpu_s"] = status.counters["cpu_s"]
         actors = [peer for peer in status.peers if peer.role == "actor"]
+        self.num_actors = len(actors)
         costs = [numbers["cpu_s"] for peer in actors for numbers in (peer.counters, peer.gauges) if "cpu_s" in numbers]
         if costs:
             row["actors/cpu_s"] = sum(costs)

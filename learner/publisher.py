@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import xxhash
 
-from ..buffer.weights import ALIGNMENT, Manifest, WeightsWriter, WeightTensor
+from ..buffer.channels import Publishing
+from ..buffer.manifest import ALIGNMENT, Manifest, WeightTensor
 from ..errors import ConfigError
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ _ASK_AGAIN_S = 0.002
 class Publisher:
     """Publishes the weights of ``model``, by the names of :func:`published_tensors`. ``saved`` is a folder ``model.save_pretrained`` wrote."""
 
-    def __init__(self, writer: WeightsWriter, model: PreTrainedModel, saved: Path) -> None:
+    def __init__(self, writer: Publishing, model: PreTrainedModel, saved: Path) -> None:
         self._writer = writer
         self._tensors = published_tensors(model, saved)
         self._fixed = all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in self._tensors.values())
@@ -71,6 +72,10 @@ class Publisher:
             self.fence()
         done, self._written = self._written, []
         return done
+
+    def expect(self, num_readers: int) -> None:
+        """How many actors read what is published from now on."""
+        self._writer.expect(num_readers)
 
     def close(self) -> None:
         """Waits for a copy that runs, and removes the channel."""

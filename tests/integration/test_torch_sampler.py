@@ -30,7 +30,7 @@ from rollstream.actors import torch_sampler
 from rollstream.actors.draw import draw, kept
 from rollstream.actors.sampler import Completion, SamplingParams
 from rollstream.actors.torch_sampler import OnPush, TorchSampler
-from rollstream.buffer.weights import Manifest, TensorSpec
+from rollstream.buffer.manifest import Manifest, TensorSpec
 from rollstream.errors import ConfigError, WeightsError
 
 VOCABULARY = 60

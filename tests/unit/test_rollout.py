@@ -24,8 +24,8 @@ from rollstream.actors.sampler import Completion, SamplingParams
 from rollstream.actors.scripted_sampler import ScriptedSampler
 from rollstream.buffer.columns import encode
 from rollstream.buffer.facts import facts
+from rollstream.buffer.manifest import Manifest
 from rollstream.buffer.types import Trajectory
-from rollstream.buffer.weights import Manifest
 from rollstream.buffer.wire import Lease
 from rollstream.configs.schema import Actors, Sampling
 from rollstream.envs.chat import ChatEnv, Message, Turn

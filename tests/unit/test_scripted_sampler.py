@@ -12,7 +12,7 @@ import xxhash
 
 from rollstream.actors.sampler import SamplingParams
 from rollstream.actors.scripted_sampler import ScriptedSampler
-from rollstream.buffer.weights import Manifest
+from rollstream.buffer.manifest import Manifest
 from rollstream.errors import ConfigError
 
 STOPS = frozenset({3, 4})
