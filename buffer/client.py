@@ -166,14 +166,16 @@ class _Client:
 class LearnerClient(_Client):
     """The learner's side of the stream. May be used from several threads; :meth:`hello` comes first and names the main one.
 
-    ``silent_s``: how long the buffer may be silent (dead, restarting) before a call gives up.
+    ``silent_s``: how long the buffer may be silent (dead, restarting) before a call gives up. Rank 0 of ``ranks`` speaks for the learner; the others only
+    pull the rows dealt to them.
     """
 
-    def __init__(self, endpoint: str, run_id: str, peer_id: str = "learner", *, silent_s: float = 30.0) -> None:
+    def __init__(self, endpoint: str, run_id: str, peer_id: str = "learner", *, rank: int = 0, ranks: int = 1, silent_s: float = 30.0) -> None:
         super().__init__(endpoint, run_id, "learner", peer_id, silent_s)
+        self._rank, self._ranks = rank, ranks
 
-    def hello(self, version: int) -> wire.Welcome:
-        """Says that the learner holds ``version``; recorded batches beyond it will be served again.
+    def hello(self, version: int | None) -> wire.Welcome:
+        """Says that the learner holds ``version``; recorded batches beyond it will be served again. A rank other than 0 says None, which changes nothing.
 
         Raises:
             DeadlineExceeded: no buffer answered.
@@ -186,7 +188,7 @@ class LearnerClient(_Client):
         return welcome
 
     def pull(self, version: int, on_wait: Callable[[str], None], stop: threading.Event) -> Batch | None:
-        """The batch that makes ``version``, the same each time; None if ``stop`` was set or the run ends.
+        """The batch that makes ``version``, the same each time, with the rows of this rank; None if ``stop`` was set or the run ends.
 
         Waits as long as it takes; ``on_wait`` hears at least every second what for.
 
@@ -198,7 +200,7 @@ class LearnerClient(_Client):
         """
         connection = self.connection
         while not stop.is_set():
-            answer = connection.request(wire.PullBatch(version), cancelled=lambda: stop.is_set() or connection.stop_reason is not None)
+            answer = connection.request(wire.PullBatch(version, self._rank, self._ranks), cancelled=lambda: stop.is_set() or connection.stop_reason is not None)
             if answer is None or isinstance(answer[0], wire.Stop):
                 return None
             if isinstance(answer[0], wire.BatchReply):
@@ -269,4 +271,4 @@ def _assemble(reply: wire.BatchReply, frames: Sequence[zmq.Frame]) -> Batch:
         raise StreamError(f"batch {reply.version}: {reply.num_trajectories} trajectories announced, {len(trajectories)} came; run `rollstream audit`")
     place = {group_id: index for index, group_id in enumerate(reply.groups)}
     trajectories.sort(key=lambda trajectory: (place[trajectory.key.group_id], trajectory.key.member))
-    return Batch(reply.lineage, reply.version, tuple(reply.groups), tuple(trajectories), frozenset(reply.withheld), reply.recorded)
+    return Batch(reply.lineage, reply.version, tuple(reply.groups), tuple(trajectories), frozenset(reply.withheld), reply.recorded, reply.header)

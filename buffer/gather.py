@@ -1,36 +1,48 @@
-"""Reads a batch's rows back from the log as frames ready to send."""
+"""Reads a batch back from the log: its header, and rows as frames ready to send."""
 
 # pyarrow ships no types
 # pyright: reportUnknownParameterType=false
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Sequence
 
 import pyarrow as pa
 
 from .columns import frame_checksum, rows_of, to_frame
+from .header import Entry, Member, assemble, entries
 from .ledger import Ledger
 from .log import Log
+from .types import Header
 
 _WHOLE_BYTES = 128 * 1024  # from this size on sending an append as it lies costs less than copying its rows
 _MERGED_BYTES = 64 * 1024 * 1024
 
 
-def gather(ledger: Ledger, log: Log, group_ids: Iterable[int]) -> tuple[list[pa.Buffer], list[int], int]:
-    """Frames that hold the committed rows of these groups and no others, their checksums, and the number of trajectories.
-
-    A large append all of whose rows are wanted goes out as it lies in the log, neither copied nor read (the receiver checks it); all other rows are checked
-    here and merged into few frames.
+def read_header(ledger: Ledger, log: Log, group_ids: Sequence[int]) -> Header:
+    """The header of a batch of these groups, from its rows.
 
     Raises:
         Corrupt: the log no longer holds what was stored.
 
     """
-    wanted: dict[int, list[Key]] = {}
-    for group_id in group_ids:
-        for member in ledger.members(group_id):
-            wanted.setdefault(member.append_id, []).append((group_id, member.member, member.attempt))
+    found: dict[Member, Entry] = {}
+    for append_id, keys in _wanted(ledger, group_ids).items():
+        found |= entries(_committed(log.read(ledger.append(append_id)[0]), set(keys)))
+    return assemble(found, group_ids)
+
+
+def gather(ledger: Ledger, log: Log, group_ids: Iterable[int], members: Container[Member] | None = None) -> tuple[list[pa.Buffer], list[int], int]:
+    """Frames that hold the committed rows of these groups (of their ``members`` (group, member), by default all) and no others.
+
+    Gives the frames, their checksums, and the number of trajectories. A large append all of whose rows are wanted goes out as it lies in the log, neither
+    copied nor read (the receiver checks it); all other rows are checked here and merged into few frames.
+
+    Raises:
+        Corrupt: the log no longer holds what was stored.
+
+    """
+    wanted = _wanted(ledger, group_ids, members)
     frames: list[pa.Buffer] = []
     checksums: list[int] = []
     merged: list[pa.RecordBatch] = []
@@ -50,6 +62,16 @@ def gather(ledger: Ledger, log: Log, group_ids: Iterable[int]) -> tuple[list[pa.
     if merged:
         _merge(merged, frames, checksums)
     return frames, checksums, sum(map(len, wanted.values()))
+
+
+def _wanted(ledger: Ledger, group_ids: Iterable[int], members: Container[Member] | None = None) -> dict[int, list[Key]]:
+    """The committed (group, member, attempt) of these groups, by the append that holds them."""
+    wanted: dict[int, list[Key]] = {}
+    for group_id in group_ids:
+        for member in ledger.members(group_id):
+            if members is None or (group_id, member.member) in members:
+                wanted.setdefault(member.append_id, []).append((group_id, member.member, member.attempt))
+    return wanted
 
 
 Key = tuple[int, int, int]

@@ -24,16 +24,15 @@ from . import wire
 from .books import Books
 from .columns import SCHEMA_VERSION, aligned, frame_checksum, from_frame, rows_of, to_frame
 from .facts import Fact, facts
-from .gather import gather
 from .hold import Hold
 from .log import Log
 from .peers import Peer, Peers
+from .pulls import Pulls
 
 logger = logging.getLogger(__name__)
 
 Payload = Sequence[zmq.Frame]
 
-_PARK_S = 1.0
 _RESTART_GRACE_S = 5.0
 _PROBE_S = 2.0  # twice the clients' heartbeat
 _SETTLE_S = 5.0  # a lease younger than this may still be on its way to its actor
@@ -42,15 +41,6 @@ _SETTLE_S = 5.0  # a lease younger than this may still be on its way to its acto
 _header = msgspec.msgpack.Decoder(wire.Envelope[msgspec.Raw])  # the message itself is decoded once protocol and run are known to be ours
 _message = msgspec.msgpack.Decoder(wire.ClientMessage)
 _encoder = msgspec.msgpack.Encoder()
-
-
-class _Parked(msgspec.Struct):
-    """A pull that waits for its batch."""
-
-    route: bytes
-    request_id: int
-    version: int
-    since: float
 
 
 class Handlers:
@@ -64,7 +54,7 @@ class Handlers:
         self._run_id = run.run_id
         self._lease_timeout_s = run.config.buffer.lease_timeout_s
         self._outbox: list[Sequence[Any]] = []
-        self._parked: dict[str, _Parked] = {}
+        self._pulls = Pulls(run.config, books, log)
         self._next_append_id = books.ledger.last_append_id() + 1
         self._sync_wanted = False
         self.hold: Hold | None = None
@@ -129,10 +119,11 @@ class Handlers:
             self.books.close_late(now)
         if self._stopping_since is None:
             self._push_leases(now)
-        if self._parked:
-            self.log.flush()
-        for peer_id, parked in list(self._parked.items()):
-            self._try_pull(peer_id, parked, now)
+        for answer in self._pulls.answers(now, None if self._stopping_since is None else self._stop_reason):
+            if isinstance(answer.message, wire.Refused):
+                self._refuse(answer.route, answer.request_id, answer.message.code, answer.message.reason)
+            else:
+                self._send(*answer)
 
     def commit(self) -> None:
         """Makes this round durable: the log first, then the ledger.
@@ -168,10 +159,9 @@ class Handlers:
 
     def answer_waiting(self, now: float) -> None:
         """Tells whoever waits for a batch why there is none."""
-        for peer_id, parked in list(self._parked.items()):
-            if self.hold is not None and now - parked.since >= _PARK_S:
-                self._send(parked.route, parked.request_id, wire.Wait(self.hold.reason))
-                del self._parked[peer_id]
+        if self.hold is not None:
+            for answer in self._pulls.put_off(now, self.hold.reason):
+                self._send(*answer)
 
     def _hold_back(self, hold: Hold, message: wire.ClientMessage, request_id: int, frames: Sequence[zmq.Frame], now: float) -> None:
         route = frames[0].bytes
@@ -204,7 +194,7 @@ class Handlers:
         if peer is not None:
             logger.warning("event=peer_unreachable role=%s peer=%s", peer.role, peer.peer_id)
             self.books.give_up(peer.peer_id)
-            self._parked.pop(peer.peer_id, None)
+            self._pulls.forget(peer.peer_id)
             self.peers.leave(peer)
 
     def _send(self, route: bytes, request_id: int, message: wire.ServerMessage, payload: Sequence[pa.Buffer] = ()) -> None:
@@ -259,7 +249,7 @@ class Handlers:
                     self._send(other.route, 0, wire.Stop(self._stop_reason))
         elif not message.everybody:
             self.books.give_up(peer.peer_id)
-            self._parked.pop(peer.peer_id, None)
+            self._pulls.forget(peer.peer_id)
             self.peers.leave(peer)
 
     def _expire(self, now: float) -> None:
@@ -327,30 +317,7 @@ class Handlers:
     # --- batches --------------------------------------------------------------------------------------------------------------------
 
     def _pull(self, peer: Peer, message: wire.PullBatch, request_id: int, payload: Payload, now: float) -> None:
-        if not 1 <= message.version <= self.books.last_batch + 1:
-            self.books.batch(message.version)  # raises the refusal
-        self._parked[peer.peer_id] = _Parked(peer.route, request_id, message.version, now)
-
-    def _try_pull(self, peer_id: str, parked: _Parked, now: float) -> None:
-        if self._stopping_since is not None:
-            self._send(parked.route, parked.request_id, wire.Stop(self._stop_reason))
-        else:
-            recorded = parked.version <= self.books.last_batch
-            try:
-                batch = self.books.batch(parked.version)
-                if batch is None:
-                    if now - parked.since < _PARK_S:
-                        return
-                    self._send(parked.route, parked.request_id, wire.Wait(self.books.waits_for()))
-                else:
-                    frames, checksums, num_trajectories = gather(self.books.ledger, self.log, batch.groups)
-                    reply = wire.BatchReply(batch.lineage, batch.version, batch.groups, batch.withheld, recorded, checksums, num_trajectories)
-                    self._send(parked.route, parked.request_id, reply, frames)
-            except Refused as error:
-                self._refuse(parked.route, parked.request_id, error.code, str(error.args[1]))
-            except Corrupt as error:
-                self._refuse(parked.route, parked.request_id, "corrupt", str(error))
-        del self._parked[peer_id]
+        self._pulls.park(peer, message, request_id, now)
 
     def _trained(self, peer: Peer, message: wire.Trained, request_id: int, payload: Payload, now: float) -> None:
         self.books.trained(message.version)
@@ -369,7 +336,7 @@ class Handlers:
         books = self.books
         groups = {state: books.counts[state] for state in ("open", "ready", "assigned", "trained", "dropped")}
         counters: dict[str, float] = {**dict.fromkeys(_ALL_COUNTERS, 0.0), **books.counters, "leased": books.num_leased, "cpu_s": time.process_time()}
-        waits_for = books.waits_for() if self._parked and self.hold is None else ""
+        waits_for = books.waits_for() if self._pulls and self.hold is None else ""
         peers = [other.status(now, len(books.held(other.peer_id))) for other in self.peers]
         self._send(
             peer.route,

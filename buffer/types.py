@@ -133,11 +133,37 @@ class Trajectory:
 
 
 @dataclass(frozen=True, slots=True)
+class Header:
+    """What every rank knows of a whole batch: enough for advantages, filters and denominators, without a token.
+
+    Columns over its ``N`` trajectories in the batch's order, over their ``B`` segments in that order, and over the ``R`` runs of equal policy version of those:
+    ``segment_counts`` ``[N]`` and ``run_counts`` ``[B]`` say how many belong to each. ``segment_tokens`` ``[B]`` are lengths; ``run_sampled`` ``[R]`` counts
+    the tokens of a run that our policy sampled, by the version in ``run_versions`` ``[R]``.
+    """
+
+    group_ids: list[int]
+    members: list[int]
+    rewards: list[float | None]
+    statuses: list[Status]
+    stop_reasons: list[StopReason]
+    env_metrics: list[dict[str, float]]
+    temperatures: list[float]
+    top_ps: list[float]
+    top_ks: list[int]
+    segment_counts: list[int]
+    segment_tokens: list[int]
+    run_counts: list[int]
+    run_versions: list[int]
+    run_sampled: list[int]
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """What one learner step consumes: batch k makes policy version k.
 
-    ``groups`` lists the group ids in their recorded order; ``trajectories`` holds the members of those groups, group by group and member by member.
-    ``withheld`` names members whose tokens must not train although their reward stays in the group's baseline.
+    ``groups`` lists the group ids in their recorded order; ``trajectories`` are those dealt to this rank, group by group and member by member: with one
+    rank all of them. ``withheld`` names members whose tokens must not train although their reward stays in the group's baseline. ``header`` describes the
+    whole batch; where it is None, ``trajectories`` are the whole batch (see :func:`rollstream.buffer.header.header_of`).
     """
 
     lineage: int
@@ -147,3 +173,4 @@ class Batch:
     withheld: frozenset[tuple[int, int]] = frozenset()
     recorded: bool = False
     """True when this batch had been served before: a redo after a crash."""
+    header: Header | None = None

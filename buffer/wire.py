@@ -10,7 +10,7 @@ structs below, MessagePack) followed by Arrow IPC record-batch frames where the 
     Append + frames  ->             Appended | Refused           only after the rows are in the log
     Heartbeat        ->             Acknowledged                 keeps leases; carries the actor's counters and what it waits for
     Release          ->             Acknowledged                 an actor that stops gives its leases back
-    PullBatch        ->             BatchReply + frames | Wait   the same batch every time it is pulled; Stop when the run ends
+    PullBatch        ->             BatchReply + frames | Wait   the header and a rank's rows, the same every time; Stop when the run ends
     Trained          ->             Acknowledged                 the learner now holds this version
     Published        ->             Acknowledged                 digest of a version's weights
     Sync             ->             Acknowledged                 log and ledger are on disk: a checkpoint may count as complete
@@ -24,9 +24,9 @@ from typing import Generic, Literal, TypeVar
 
 import msgspec
 
-from .types import Purpose
+from .types import Header, Purpose
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 Role = Literal["actor", "learner", "supervisor"]
 RefusalCode = Literal["unknown_peer", "wrong_run", "wrong_protocol", "wrong_schema", "malformed", "corrupt", "unknown_group", "not_leased", "stopping"]
@@ -90,9 +90,11 @@ class Release(Message, frozen=True):
 
 
 class PullBatch(Message, frozen=True):
-    """Asks for the batch that makes ``version``."""
+    """Asks for the batch that makes ``version``: its header, and the rows dealt to ``rank`` of ``ranks``."""
 
     version: int
+    rank: int = 0
+    ranks: int = 1
 
 
 class Trained(Message, frozen=True):
@@ -173,7 +175,7 @@ class Appended(Message, frozen=True):
 
 
 class BatchReply(Message, frozen=True):
-    """A recorded batch; its rows follow as record-batch frames.
+    """A recorded batch: ``header`` describes all of it, the rows of the trajectories dealt to the asking rank follow as record-batch frames.
 
     ``groups`` are in their recorded order, the frames in the order of the log.
 
@@ -188,6 +190,7 @@ class BatchReply(Message, frozen=True):
     recorded: bool
     checksums: list[int]
     num_trajectories: int
+    header: Header
 
 
 class Wait(Message, frozen=True):

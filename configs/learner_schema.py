@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -142,6 +142,15 @@ class PolicySettings(Section):
     """Of the matrix products of the model's body."""
 
 
+class SinglePolicy(PolicySettings):
+    """The whole policy in the learner's one process."""
+
+    kind: Literal["single"] = "single"
+
+
+Policy = Annotated[SinglePolicy, Field(discriminator="kind")]
+
+
 class Updates(Section):
     """How many optimiser updates one batch gives: ``mini_batches`` shares of whole groups, gone through ``epochs`` times. Together they make one version."""
 
@@ -195,7 +204,7 @@ class Learner(Section):
     advantage: Advantage = Advantage()
     optimizer: Optimizer = Optimizer()
     updates: Updates = Updates()
-    policy: PolicySettings = PolicySettings()
+    policy: Policy = SinglePolicy()
     checkpoint: Checkpoint = Checkpoint()
     alarms: Alarms = Alarms()
     tokens_per_micro_batch: int = Field(default=16384, ge=1, le=100_000_000)

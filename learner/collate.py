@@ -1,38 +1,58 @@
 """From trajectories to packed micro-batches: the one place where the shift by one happens.
 
-    Batch ─ flatten ─► Flat (whole global batch, NumPy) ─ plan ─► Plan ─ pack ─► MicroBatch × M (torch)
+    Batch ─ flatten ─► Flat (NumPy) ─ plan ─► Plan (of the whole batch) ─ pack ─► MicroBatch × M (torch, of this rank's rows)
 
-``Flat`` lays the tokens of all rows end to end (``P`` of them) and is what :func:`rollstream.learner.plan.plan` reads. A micro-batch is one packed row
-``[1, Q]`` of those rows that have something to train. It feeds the model no more than that takes: of each row the tokens before its last active one,
-since the hidden state at ``t - 1`` scores token ``t`` and nothing reads what comes after. ``source`` and ``targets`` hold that shift; no other code
-shifts anything.
+``Flat`` has two parts. ``rows`` are those of the whole batch, from its header: every sampled token and nothing else, which is what
+:func:`rollstream.learner.plan.plan` reads, alike on every rank. The rows dealt to this rank (``b`` of the ``B``) lie end to end with all their tokens (``p``).
+A micro-batch is one packed row ``[1, Q]`` of those of them that have something to train. It feeds the model no more than that takes: of each row the tokens
+before its last active one, since the hidden state at ``t - 1`` scores token ``t`` and nothing reads what comes after. ``source`` and ``targets`` hold
+that shift; no other code shifts anything.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..buffer.types import Batch, Segment, Trajectory
-from ..errors import DataRefused
+from ..buffer.header import header_of
+from ..buffer.types import Batch, Header
+from ..errors import DataRefused, StreamError
 from .attention import Layout, layout_of
 from .plan import Plan, Rows, StaleLimit
 from .tokens import Tokens
 
+Bool = npt.NDArray[np.bool_]
 Int64 = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class Flat:
-    """A whole batch, laid end to end: ``rows`` is the plan's input, ``token_ids`` and ``behaviour_logprobs`` are ``[P]``, ``temperature`` is the sampling's."""
+    """A batch, laid end to end.
+
+    ``rows`` are the plan's input: the whole batch, sampled tokens only. ``temperature`` is the sampling's. The rest is of this rank: ``mine [b]`` says which
+    of the ``B`` rows it holds; of those, ``offsets [b + 1]`` cut ``token_ids``, ``loss_mask`` and ``behaviour_logprobs``, all ``[p]``.
+    """
 
     rows: Rows
-    token_ids: npt.NDArray[np.int32]
-    behaviour_logprobs: npt.NDArray[np.float32]
     temperature: float
+    mine: Int64
+    offsets: Int64
+    token_ids: npt.NDArray[np.int32]
+    loss_mask: Bool
+    behaviour_logprobs: npt.NDArray[np.float32]
+
+    def trained(self, plan: Plan) -> Bool:
+        """Which of this rank's tokens train under ``plan``, ``[p]``."""
+        lengths = np.diff(self.rows.offsets)[self.mine]
+        before = np.repeat(np.cumsum(lengths) - lengths, lengths)
+        sampled = np.repeat(self.rows.offsets[:-1][self.mine], lengths) + np.arange(len(before)) - before  # of each sampled token here, its place in ``rows``
+        mask = np.zeros(len(self.loss_mask), np.bool_)
+        mask[self.loss_mask] = plan.mask[sampled]
+        return mask
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +61,7 @@ class MicroBatch:
 
     What the model sees: ``input_ids`` and ``position_ids`` ``[1, Q] int64`` (positions start again in each segment), ``cu_seqlens`` ``[R + 1] int32``,
     ``max_length``, ``layout`` (see :mod:`rollstream.learner.attention`). What is scored: hidden state ``source[n]`` scores ``targets[n]``, both
-    ``[N] int64``; ``scored [N] int64`` is where those targets lie in the flat batch. What the loss sees: ``tokens``, ``[N]`` each, active tokens only.
+    ``[N] int64``; ``scored [N] int64`` is where those targets lie among this rank's tokens. What the loss sees: ``tokens``, ``[N]`` each, active tokens only.
     """
 
     input_ids: torch.Tensor
@@ -64,75 +84,100 @@ def flatten(batch: Batch, max_lag: int) -> Flat:
     """Lays ``batch`` end to end.
 
     Raises :class:`DataRefused`, naming the trajectory, for what must not train: mixed temperatures, sampling from a truncated distribution, a trained
-    first token, log-probabilities that are none.
+    first token, log-probabilities that are none. Raises :class:`StreamError` for rows that are not those the header describes.
     """
-    trajectories = batch.trajectories
-    if not trajectories:
+    header = header_of(batch)
+    if not header.group_ids:
         raise DataRefused(f"batch {batch.version} has no trajectories: nothing to train on")
-    temperature = _sampling_temperature(trajectories)
-    segments = [segment for trajectory in trajectories for segment in trajectory.segments]
-    counts = np.fromiter((len(trajectory.segments) for trajectory in trajectories), np.int64, len(trajectories))
-    row_trajectory = np.repeat(np.arange(len(trajectories)), counts)
-    offsets = np.zeros(len(segments) + 1, np.int64)
-    np.cumsum([segment.num_tokens for segment in segments], out=offsets[1:])
-    mask = np.concatenate([segment.loss_mask for segment in segments])
-    logprobs = np.concatenate([segment.behaviour_logprobs for segment in segments])
-    names = tuple(f"group {trajectory.key.group_id} member {trajectory.key.member}" for trajectory in trajectories)
-    _check_tokens(offsets, mask, logprobs, row_trajectory, names)
-    scored = np.array([trajectory.reward is not None and trajectory.status != "failed" for trajectory in trajectories])
-    rows = Rows(
+    names = tuple(f"group {group_id} member {member}" for group_id, member in zip(header.group_ids, header.members, strict=True))
+    rows = _rows(batch, header, names, max_lag)
+    mine = _rows_of(batch, header)
+    segments = [segment for trajectory in batch.trajectories for segment in trajectory.segments]
+    flat = Flat(
+        rows,
+        _sampling_temperature(header, names),
+        mine,
+        np.concatenate([[0], np.cumsum([segment.num_tokens for segment in segments], dtype=np.int64)]),
+        _joined([segment.token_ids for segment in segments], np.int32),
+        _joined([segment.loss_mask for segment in segments], np.uint8) != 0,
+        _joined([segment.behaviour_logprobs for segment in segments], np.float32),
+    )
+    expected = np.array(header.segment_tokens, np.int64)[mine], np.diff(rows.offsets)[mine]
+    found = np.diff(flat.offsets), np.array([segment.num_trained_tokens for segment in segments], np.int64)
+    if not all(map(np.array_equal, found, expected)):
+        raise StreamError(f"batch {batch.version}: rows came that are not as long as its header says; run `rollstream audit`")
+    _check_tokens(flat)
+    return flat
+
+
+def _rows(batch: Batch, header: Header, names: tuple[str, ...], max_lag: int) -> Rows:
+    """The plan's input: the sampled tokens of the whole batch."""
+    run_rows = np.repeat(np.arange(len(header.run_counts)), header.run_counts)
+    sampled = np.bincount(run_rows, weights=header.run_sampled, minlength=len(header.run_counts)).astype(np.int64)
+    offsets = np.concatenate([[0], np.cumsum(sampled)])
+    return Rows(
         offsets=offsets,
-        mask=mask,
-        row_trajectory=row_trajectory,
-        rewards=np.array([np.nan if trajectory.reward is None else trajectory.reward for trajectory in trajectories], np.float64),
-        groups=np.array([trajectory.key.group_id for trajectory in trajectories], np.int64),
-        truncated=np.array([trajectory.status == "truncated" for trajectory in trajectories]),
-        scored=scored,
-        withheld=np.array([(trajectory.key.group_id, trajectory.key.member) in batch.withheld for trajectory in trajectories]),
-        versions=_token_versions(segments, offsets),
+        mask=np.ones(int(offsets[-1]), np.bool_),
+        row_trajectory=np.repeat(np.arange(len(names)), header.segment_counts),
+        rewards=np.array([np.nan if reward is None else reward for reward in header.rewards], np.float64),
+        groups=np.array(header.group_ids, np.int64),
+        truncated=np.array([status == "truncated" for status in header.statuses]),
+        scored=np.array([reward is not None and status != "failed" for reward, status in zip(header.rewards, header.statuses, strict=True)]),
+        withheld=np.array([key in batch.withheld for key in zip(header.group_ids, header.members, strict=True)]),
+        versions=np.repeat(np.array(header.run_versions, np.int64), header.run_sampled),
         stale=StaleLimit(current=batch.version - 1, limit=max_lag, level="trajectory"),
         names=names,
     )
-    return Flat(rows, np.concatenate([segment.token_ids for segment in segments]), logprobs, temperature)
 
 
-def _token_versions(segments: list[Segment], offsets: Int64) -> npt.NDArray[np.int32]:
-    """Version of every token, ``[P]``, run by run."""
-    runs = np.fromiter((len(segment.version_starts) for segment in segments), np.int64, len(segments))
-    starts = np.concatenate([segment.version_starts for segment in segments]) + np.repeat(offsets[:-1], runs)
-    return np.repeat(np.concatenate([segment.version_values for segment in segments]), np.diff(starts, append=offsets[-1]))
+def _rows_of(batch: Batch, header: Header) -> Int64:
+    """Which rows of the header this rank's trajectories are, ``[b]``."""
+    place = {key: index for index, key in enumerate(zip(header.group_ids, header.members, strict=True))}
+    first = np.cumsum(header.segment_counts) - header.segment_counts
+    found: list[int] = []
+    for trajectory in batch.trajectories:
+        index = place.get((trajectory.key.group_id, trajectory.key.member))
+        if index is None or len(trajectory.segments) != header.segment_counts[index]:
+            raise StreamError(f"batch {batch.version}: {trajectory.key} is not as its header says; run `rollstream audit`")
+        found += range(int(first[index]), int(first[index]) + len(trajectory.segments))
+    return np.array(found, np.int64)
 
 
-def _sampling_temperature(trajectories: tuple[Trajectory, ...]) -> float:
-    first = trajectories[0].temperature
-    for trajectory in trajectories:
-        name = f"group {trajectory.key.group_id} member {trajectory.key.member}"
-        if trajectory.top_p < 1.0 or trajectory.top_k > 0:
+def _joined(arrays: list[npt.NDArray[Any]], dtype: type[np.generic]) -> npt.NDArray[Any]:
+    return np.concatenate(arrays) if arrays else np.zeros(0, dtype)
+
+
+def _sampling_temperature(header: Header, names: tuple[str, ...]) -> float:
+    first = header.temperatures[0]
+    for name, temperature, top_p, top_k in zip(names, header.temperatures, header.top_ps, header.top_ks, strict=True):
+        if top_p < 1.0 or top_k > 0:
             raise DataRefused(
-                f"{name} was sampled with top_p {trajectory.top_p:g} and top_k {trajectory.top_k}: its log-probabilities are of a truncated distribution; "
+                f"{name} was sampled with top_p {top_p:g} and top_k {top_k}: its log-probabilities are of a truncated distribution; "
                 "set actors.sampling.top_p: 1 and top_k: 0"
             )
-        if trajectory.temperature != first:
-            raise DataRefused(
-                f"{name} was sampled at temperature {trajectory.temperature:g}, others of its batch at {first:g}: one batch needs one temperature"
-            )
+        if temperature != first:
+            raise DataRefused(f"{name} was sampled at temperature {temperature:g}, others of its batch at {first:g}: one batch needs one temperature")
     return first
 
 
-def _check_tokens(offsets: Int64, mask: npt.NDArray[np.uint8], logprobs: npt.NDArray[np.float32], row_trajectory: Int64, names: tuple[str, ...]) -> None:
+def _check_tokens(flat: Flat) -> None:
     """Refuses what no later step could see: a first token that trains has nothing before it that scores it."""
+    offsets, mask, logprobs = flat.offsets, flat.loss_mask, flat.behaviour_logprobs
+
+    def name_of(place: int) -> tuple[str, int]:
+        row = int(np.searchsorted(offsets, place, side="right")) - 1
+        return flat.rows.names[flat.rows.row_trajectory[flat.mine[row]]], place - int(offsets[row])
+
     starts = offsets[:-1][np.diff(offsets) > 0]
-    first = mask[starts] != 0
+    first = mask[starts]
     if first.any():
-        row = int(np.searchsorted(offsets, starts[first][0], side="right")) - 1
-        raise DataRefused(f"{names[row_trajectory[row]]} trains on the first token of a segment: nothing scores it; its loss_mask has to be 0 there")
-    wrong = (mask != 0) & ~(np.isfinite(logprobs) & (logprobs <= 1e-4))
+        name, _ = name_of(int(starts[first][0]))
+        raise DataRefused(f"{name} trains on the first token of a segment: nothing scores it; its loss_mask has to be 0 there")
+    wrong = mask & ~(np.isfinite(logprobs) & (logprobs <= 1e-4))
     if wrong.any():
         at = int(np.flatnonzero(wrong)[0])
-        row = int(np.searchsorted(offsets, at, side="right")) - 1
-        raise DataRefused(
-            f"{names[row_trajectory[row]]} has behaviour log-probability {logprobs[at]} at token {at - int(offsets[row])}: it has to be finite and at most 0"
-        )
+        name, token = name_of(at)
+        raise DataRefused(f"{name} has behaviour log-probability {logprobs[at]} at token {token}: it has to be finite and at most 0")
 
 
 def bins_of(lengths: Int64, budget: int) -> list[Int64]:
@@ -156,40 +201,40 @@ def bins_of(lengths: Int64, budget: int) -> list[Int64]:
 
 
 def pack(flat: Flat, plan: Plan, tokens_per_micro_batch: int, device: torch.device | str = "cpu") -> list[MicroBatch]:
-    """The micro-batches of ``flat`` under ``plan``; rows without an active token are in none. Empty where ``plan.skip``."""
-    offsets = flat.rows.offsets.astype(np.int64)
-    active = np.flatnonzero(plan.mask)
-    token_row = np.repeat(np.arange(len(plan.row_counts)), np.diff(offsets))
-    ends = np.zeros(len(plan.row_counts), np.int64)
-    ends[token_row[active]] = active - offsets[token_row[active]]  # ascending, so the last one stays
-    live = np.flatnonzero(plan.row_counts)
-    return [_micro_batch(flat, plan, live[members], ends[live[members]], torch.device(device)) for members in bins_of(ends[live], tokens_per_micro_batch)]
+    """The micro-batches of this rank's rows under ``plan``; rows without an active token are in none. Empty where nothing of them trains."""
+    mask = flat.trained(plan)
+    active = np.flatnonzero(mask)
+    token_row = np.repeat(np.arange(len(flat.mine)), np.diff(flat.offsets))
+    ends = np.zeros(len(flat.mine), np.int64)
+    ends[token_row[active]] = active - flat.offsets[token_row[active]]  # ascending, so the last one stays
+    live = np.flatnonzero(plan.row_counts[flat.mine])
+    return [_micro_batch(flat, plan, mask, live[members], ends[live[members]], torch.device(device)) for members in bins_of(ends[live], tokens_per_micro_batch)]
 
 
-def _micro_batch(flat: Flat, plan: Plan, rows: Int64, lengths: Int64, device: torch.device) -> MicroBatch:
-    """Packs ``rows``, feeding the first ``lengths`` tokens of each."""
+def _micro_batch(flat: Flat, plan: Plan, mask: Bool, rows: Int64, lengths: Int64, device: torch.device) -> MicroBatch:
+    """Packs ``rows`` (indices into ``flat.mine``), feeding the first ``lengths`` tokens of each."""
 
     def put(array: npt.NDArray[np.generic]) -> torch.Tensor:
         return torch.from_numpy(array).to(device)
 
-    offsets = flat.rows.offsets.astype(np.int64)
     cu_seqlens = np.zeros(len(rows) + 1, np.int64)
     np.cumsum(lengths, out=cu_seqlens[1:])
     position = np.arange(cu_seqlens[-1]) - np.repeat(cu_seqlens[:-1], lengths)
     local_row = np.repeat(np.arange(len(rows)), lengths)
-    place = offsets[rows][local_row] + position  # of each fed token in the flat batch
-    source = np.flatnonzero(plan.mask[place + 1])  # the shift: fed token n scores the one after it
+    place = flat.offsets[rows][local_row] + position  # of each fed token among this rank's
+    source = np.flatnonzero(mask[place + 1])  # the shift: fed token n scores the one after it
     scored = place[source] + 1
     row = local_row[source]
+    mine = flat.mine[rows]
     tokens = Tokens(
         row=put(row),
         num_rows=len(rows),
         mask=torch.ones(len(source), dtype=torch.bool, device=device),
-        adv=put(plan.row_advantage[rows][row]),
-        agg=put(plan.row_weight[rows][row]),
+        adv=put(plan.row_advantage[mine][row]),
+        agg=put(plan.row_weight[mine][row]),
         mu=put(flat.behaviour_logprobs[scored]),
-        row_trajectory=put(flat.rows.row_trajectory[rows].astype(np.int64)),
-        names=[flat.rows.names[trajectory] for trajectory in flat.rows.row_trajectory[rows]] if flat.rows.names else None,
+        row_trajectory=put(flat.rows.row_trajectory[mine].astype(np.int64)),
+        names=[flat.rows.names[trajectory] for trajectory in flat.rows.row_trajectory[mine]] if flat.rows.names else None,
     )
     return MicroBatch(
         input_ids=put(flat.token_ids[place].astype(np.int64))[None],

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import torch
 
+from ..buffer.header import header_of
 from ..buffer.types import Batch
 from ..buffer.wire import StatusReply
 from .step import Work
@@ -56,22 +57,24 @@ def _peak_memory() -> dict[str, float]:
 
 
 def _of_data(batch: Batch, work: Work) -> dict[str, float]:
-    """What the batch was. Means are over the trajectories they are known for; a metric no environment reported is left out."""
+    """What the whole batch was. Means are over the trajectories they are known for; a metric no environment reported is left out."""
+    header = header_of(batch)
+    num = len(header.group_ids)
     rewards = work.flat.rows.rewards[np.isfinite(work.flat.rows.rewards)]
-    successes = [trajectory.env_metrics["success"] for trajectory in batch.trajectories if "success" in trajectory.env_metrics]
+    successes = [metrics["success"] for metrics in header.env_metrics if "success" in metrics]
     degenerate = work.flat.rows.groups[work.plan.degenerate]
     row: dict[str, float] = {
         "train/advantage_std": float(work.plan.advantages.std()),
         "train/tokens": work.plan.active_tokens,
-        "train/episodes": len(batch.trajectories),
+        "train/episodes": num,
         "train/degenerate_groups": len(np.unique(degenerate)),
-        "train/sequence_tokens_mean": len(work.flat.token_ids) / len(batch.trajectories),
-        "train/invalid_episodes": sum(trajectory.status == "failed" for trajectory in batch.trajectories),
+        "train/sequence_tokens_mean": sum(header.segment_tokens) / num,
+        "train/invalid_episodes": header.statuses.count("failed"),
         "train/age_drops": len(batch.withheld),
     }
-    played = [trajectory for trajectory in batch.trajectories if trajectory.status != "failed"]
+    played = [reason for reason, status in zip(header.stop_reasons, header.statuses, strict=True) if status != "failed"]
     if played:
-        cut = {reason: sum(trajectory.stop_reason == reason for trajectory in played) / len(played) for reason in ("turns", "length", "time")}
+        cut = {reason: played.count(reason) / len(played) for reason in ("turns", "length", "time")}
         row |= {"train/truncated_share": sum(cut.values()), **{f"train/truncated_{reason}": share for reason, share in cut.items()}}
     if len(rewards):
         row["train/reward_mean"] = float(rewards.mean())

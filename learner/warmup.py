@@ -130,12 +130,13 @@ def supervised(demonstrations: list[Demonstration]) -> tuple[Flat, Plan]:
     order = np.arange(num)
     counts = np.bincount(np.repeat(order, lengths)[mask], minlength=num).astype(np.int64)
     zeros: Any = np.zeros(num)
-    rows = Rows(offsets=offsets, mask=mask, row_trajectory=order, rewards=zeros, groups=order)
+    trained = np.ones(int(counts.sum()), np.bool_)
+    rows = Rows(offsets=np.concatenate([[0], np.cumsum(counts)]), mask=trained, row_trajectory=order, rewards=zeros, groups=order)
     plan = Plan(
         advantages=zeros,
         degenerate=zeros.astype(bool),
         shaped_rewards=zeros,
-        mask=mask,
+        mask=trained,
         row_counts=counts,
         row_advantage=zeros,
         row_weight=np.full(num, 1.0 / mask.sum()),
@@ -143,4 +144,4 @@ def supervised(demonstrations: list[Demonstration]) -> tuple[Flat, Plan]:
         skip=False,
     )
     token_ids = np.concatenate([np.array(ids, np.int32) for ids, _ in demonstrations])
-    return Flat(rows, token_ids, np.zeros(len(token_ids), np.float32), 1.0), plan
+    return Flat(rows, 1.0, order, offsets, token_ids, mask, np.zeros(len(token_ids), np.float32)), plan

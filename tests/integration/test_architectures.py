@@ -123,7 +123,7 @@ def test_packed_rows_score_as_the_models_own_forward_scores_each_alone(family: s
         for played in recorded.trajectories:
             ids = torch.from_numpy(played.segments[0].token_ids.astype(np.int64))
             alone.append(distribution_logprobs(plain(input_ids=ids[None]).logits[0], ids)[0])
-    expected = torch.where(torch.from_numpy(work.plan.mask), torch.cat(alone), 0.0)
+    expected = torch.where(torch.from_numpy(work.flat.trained(work.plan)), torch.cat(alone), 0.0)
     assert float((found - expected).abs().max()) < 2e-5
 
 

@@ -158,7 +158,7 @@ def test_another_run_protocol_or_schema_is_refused_by_name(buffer: Buffer) -> No
         buffer.tell(wire.StatusRequest(), run_id="run-b"),
         buffer.tell(wire.StatusRequest(), protocol=99),
         buffer.tell(wire.Hello("actor", "actor-0", "one", 99)),
-        buffer.say(msgspec.msgpack.encode(wire.Envelope(1, RUN_ID, 1, wire.StatusRequest())), route=b"stranger"),
+        buffer.say(msgspec.msgpack.encode(wire.Envelope(wire.PROTOCOL_VERSION, RUN_ID, 1, wire.StatusRequest())), route=b"stranger"),
     ]
     assert [answers[0].code for answers in refusals] == ["wrong_run", "wrong_protocol", "wrong_schema", "unknown_peer"]
 
@@ -181,9 +181,9 @@ def test_rows_already_stored_are_left_out_of_the_log_and_the_rest_is_served(tmp_
     assert made.tell(wire.Append(2, checksum(both)), both)[-1] == wire.Appended(1, 0)
     assert made.tell(wire.Append(2, checksum(both)), both)[-1] == wire.Appended(0, 0)
     assert (made.stored(), made.handlers.books.counters["duplicates"]) == (2, 3)
-    reply = made.say(msgspec.msgpack.encode(wire.Envelope(1, RUN_ID, 1, wire.Hello("learner", "learner", "one", 1, version=0))), route=b"learner")
+    reply = made.say(msgspec.msgpack.encode(wire.Envelope(wire.PROTOCOL_VERSION, RUN_ID, 1, wire.Hello("learner", "learner", "one", 1, version=0))), route=b"learner")
     assert isinstance(reply[0], wire.Welcome)
-    (batch,) = made.say(msgspec.msgpack.encode(wire.Envelope(1, RUN_ID, 2, wire.PullBatch(1))), route=b"learner")
+    (batch,) = made.say(msgspec.msgpack.encode(wire.Envelope(wire.PROTOCOL_VERSION, RUN_ID, 2, wire.PullBatch(1))), route=b"learner")
     assert (batch.groups, batch.num_trajectories, len(batch.checksums)) == ([group_id], 2, 1)
     made.ledger.close()
     made.log.close()

@@ -1,0 +1,97 @@
+"""The header of a batch: made from the columns of its rows, the same for whoever makes it.
+
+The buffer makes it from the log when a batch is pulled. A batch that never crossed the stream (a recording, a test) gets the same from its trajectories.
+"""
+
+# pyarrow ships no types
+# pyright: reportUnknownParameterType=false
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+import xxhash
+
+from .columns import encode
+from .facts import Lists
+from .types import Batch, Header
+
+Member = tuple[int, int]
+"""(group, member)."""
+
+
+class Entry(NamedTuple):
+    """One trajectory of a header; ``segments`` are (tokens, [(version, tokens sampled by it)])."""
+
+    reward: float | None
+    status: Any
+    stop_reason: Any
+    env_metrics: dict[str, float]
+    temperature: float
+    top_p: float
+    top_k: int
+    segments: list[tuple[int, list[tuple[int, int]]]]
+
+
+_OWN = ("reward", "status", "stop_reason", "env_metrics", "temperature", "top_p", "top_k")
+
+
+def entries(batch: pa.RecordBatch) -> dict[Member, Entry]:
+    """The entries of the trajectories whose rows ``batch`` holds, one after the other."""
+    column = dict(zip(batch.schema.names, batch.columns, strict=True))
+    lengths = Lists.of(column["token_ids"]).lengths.tolist()
+    sampled = _sampled(Lists.of(column["loss_mask"]), Lists.of(column["version_starts"]), Lists.of(column["version_values"]))
+    own = list(zip(*(column[name].to_pylist() for name in _OWN), strict=True))
+    found: dict[Member, Entry] = {}
+    keys = zip(*(column[name].to_pylist() for name in ("group_id", "member")), strict=True)
+    for key, values, length, runs in zip(keys, own, lengths, sampled, strict=True):
+        if key not in found:
+            found[key] = Entry(*values[:3], dict(values[3]), *values[4:], [])
+        found[key].segments.append((length, runs))
+    return found
+
+
+def _sampled(mask: Lists, starts: Lists, values: Lists) -> list[list[tuple[int, int]]]:
+    """Of each row, its runs of equal version as (version, tokens that our policy sampled in it)."""
+    so_far = np.concatenate([[0], np.cumsum(mask.values != 0)])
+    begins = np.append(starts.values + np.repeat(mask.bounds[:-1], starts.lengths), len(mask.values))
+    runs = list(zip(values.values.tolist(), np.diff(so_far[begins]).tolist(), strict=True))
+    return [runs[first:last] for first, last in itertools.pairwise(starts.bounds.tolist())]
+
+
+def assemble(found: dict[Member, Entry], groups: Iterable[int]) -> Header:
+    """The header of a batch of ``groups``, in that order and member by member."""
+    place = {group_id: index for index, group_id in enumerate(groups)}
+    keys = sorted(found, key=lambda key: (place[key[0]], key[1]))
+    ordered = [found[key] for key in keys]
+    segments = [segment for entry in ordered for segment in entry.segments]
+    runs = [run for _, its_runs in segments for run in its_runs]
+    own = [list(values) for values in zip(*(entry[:-1] for entry in ordered), strict=True)] or [[] for _ in _OWN]
+    return Header(
+        [group_id for group_id, _ in keys],
+        [member for _, member in keys],
+        *own,
+        segment_counts=[len(entry.segments) for entry in ordered],
+        segment_tokens=[length for length, _ in segments],
+        run_counts=[len(its_runs) for _, its_runs in segments],
+        run_versions=[version for version, _ in runs],
+        run_sampled=[count for _, count in runs],
+    )
+
+
+def header_of(batch: Batch) -> Header:
+    """The header of ``batch``; where it carries none, its trajectories are the whole batch and give it."""
+    if batch.header is not None:
+        return batch.header
+    return assemble(entries(encode(batch.trajectories)) if batch.trajectories else {}, batch.groups)
+
+
+def digest_of(batch: Batch) -> str:
+    """What ranks compare to know that they hold the same batch: xxh3-128 of its identity and its whole header."""
+    parts = (batch.lineage, batch.version, batch.groups, sorted(batch.withheld), header_of(batch))
+    return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(parts))
