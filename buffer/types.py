@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -132,8 +133,7 @@ class Trajectory:
         return (min(low for low, _ in ranges), max(high for _, high in ranges)) if ranges else None
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
+class Header(msgspec.Struct, frozen=True):
     """What every rank knows of a whole batch: enough for advantages, filters and denominators, without a token.
 
     Columns over its ``N`` trajectories in the batch's order, over their ``B`` segments in that order, and over the ``R`` runs of equal policy version of those:

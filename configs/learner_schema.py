@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -148,9 +148,6 @@ class SinglePolicy(PolicySettings):
     kind: Literal["single"] = "single"
 
 
-Policy = Annotated[SinglePolicy, Field(discriminator="kind")]
-
-
 class Updates(Section):
     """How many optimiser updates one batch gives: ``mini_batches`` shares of whole groups, gone through ``epochs`` times. Together they make one version."""
 
@@ -204,7 +201,7 @@ class Learner(Section):
     advantage: Advantage = Advantage()
     optimizer: Optimizer = Optimizer()
     updates: Updates = Updates()
-    policy: Policy = SinglePolicy()
+    policy: SinglePolicy = SinglePolicy()
     checkpoint: Checkpoint = Checkpoint()
     alarms: Alarms = Alarms()
     tokens_per_micro_batch: int = Field(default=16384, ge=1, le=100_000_000)

@@ -181,7 +181,9 @@ def test_rows_already_stored_are_left_out_of_the_log_and_the_rest_is_served(tmp_
     assert made.tell(wire.Append(2, checksum(both)), both)[-1] == wire.Appended(1, 0)
     assert made.tell(wire.Append(2, checksum(both)), both)[-1] == wire.Appended(0, 0)
     assert (made.stored(), made.handlers.books.counters["duplicates"]) == (2, 3)
-    reply = made.say(msgspec.msgpack.encode(wire.Envelope(wire.PROTOCOL_VERSION, RUN_ID, 1, wire.Hello("learner", "learner", "one", 1, version=0))), route=b"learner")
+    reply = made.say(
+        msgspec.msgpack.encode(wire.Envelope(wire.PROTOCOL_VERSION, RUN_ID, 1, wire.Hello("learner", "learner", "one", 1, version=0))), route=b"learner"
+    )
     assert isinstance(reply[0], wire.Welcome)
     (batch,) = made.say(msgspec.msgpack.encode(wire.Envelope(wire.PROTOCOL_VERSION, RUN_ID, 2, wire.PullBatch(1))), route=b"learner")
     assert (batch.groups, batch.num_trajectories, len(batch.checksums)) == ([group_id], 2, 1)
