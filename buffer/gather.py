@@ -28,7 +28,7 @@ def read_header(ledger: Ledger, log: Log, group_ids: Sequence[int]) -> Header:
     """
     found: dict[Member, Entry] = {}
     for append_id, keys in _wanted(ledger, group_ids).items():
-        found |= entries(_committed(log.read(ledger.append(append_id)[0]), set(keys)))
+        found |= entries(committed(log.read(ledger.append(append_id)[0]), set(keys)))
     return assemble(found, group_ids)
 
 
