@@ -27,10 +27,10 @@ quickstart: $(VENV)/.base
 test: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
 unit: setup
-	$(BIN)/pytest tests/unit
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile tests/unit
 
 lint: setup
 	$(BIN)/ruff check .

@@ -132,7 +132,7 @@ def test_an_entry_may_be_a_function_or_a_name():
 def test_an_unknown_id_names_the_closest_ones_and_how_to_import():
     with pytest.raises(UnknownEnv) as caught:
         registry.make("rollstream/KeyVal-v0")
-    assert "did you mean rollstream/KeyValue-v0?" in str(caught.value)
+    assert "did you mean rollstream/KeyValue-v0" in str(caught.value)
     assert "imports:" in str(caught.value)
     with pytest.raises(UnknownEnv, match=r"known are .*rollstream/KeyValue-v0"):
         registry.spec_of("zzz")
