@@ -172,16 +172,24 @@ class Checkpoint(Section):
 
 
 class Alarms(Section):
-    """Bounds on the drift between the policy that sampled and the one that learns."""
+    """Figures of a batch beyond which a warning is logged (``*_warn``), or the run stops before a parameter changes (``*_stop``). null is off."""
 
-    ess_warn: Fraction = 0.5
-    """Effective sample size, as a share, below which a warning is logged."""
-    ess_stop: Fraction = 0.2
-    """Effective sample size, as a share, below which the run stops before the step."""
-    kl_warn: Positive = 0.05
-    """Mean k3 estimate of a KL divergence per token above which a warning is logged."""
-    trust_masked_warn: Fraction = 0.05
-    """Share of tokens outside the trust region above which a warning is logged."""
+    ess_warn: Fraction | None = 0.5
+    """Smallest effective sample size, as a share, of old, correction and drift ratios without a warning."""
+    ess_stop: Fraction | None = 0.2
+    """The same, below which the run stops."""
+    kl_warn: Positive | None = 0.05
+    """Largest k3 estimate of the divergence per token, of old, sampling and drift, without a warning."""
+    kl_stop: Positive | None = None
+    """The same, above which the run stops."""
+    trust_masked_warn: Fraction | None = 0.05
+    """Largest share of tokens outside the trust region without a warning."""
+    trust_masked_stop: Fraction | None = None
+    """The same, above which the run stops."""
+    invalid_warn: Fraction | None = 0.1
+    """Largest share of failed episodes in a batch without a warning."""
+    invalid_stop: Fraction | None = None
+    """The same, above which the run stops; ``actors.max_invalid_share`` judges the latest episodes of all actors instead."""
     max_skipped: int = Field(default=5, ge=0, le=MAX_VERSIONS)
     """Consecutive steps skipped for a non-finite gradient before the run stops."""
 

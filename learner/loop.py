@@ -19,14 +19,15 @@ from ..buffer.types import Batch
 from ..buffer.wire import StatusReply, Welcome
 from ..configs.run_folder import Run
 from ..errors import ConfigError, RoleFailed, StreamError
+from .alarms import check_alarms
 from .checkpoint import FIRST, Checkpoint, clear_leftovers, newest_checkpoint, read_checkpoint, restore_training, write_checkpoint
-from .metrics import Counters, row_of
+from .metrics import Counters, data_figures, row_of
 from .optimizer import optimizer_of
 from .policy import Policy
 from .publisher import Publisher
 from .step import Stepper
 from .tracker import Tracker
-from .updates import train_batch
+from .updates import Trained, train_batch
 from .warmup import warm_up
 
 if TYPE_CHECKING:
@@ -102,16 +103,14 @@ def learn_from(run: Run, source: BatchSource, stop: threading.Event) -> None:
             if batch is None:
                 break
             pulled = time.perf_counter()
-            work = stepper.prepare(batch)
-            prepared = time.perf_counter()
-            done = train_batch(stepper, work, batch.version, config.alarms, publisher.fence)
+            data, done, prepare_s = _make_version(run, held, stepper, batch, source, publisher)
             _advance(held, batch, done.update.stepped, config.alarms.max_skipped)
             source.trained(held.version)
             _tell(source, publisher)
             publisher.publish(held.lineage, held.version)
             ended = time.perf_counter()
-            seconds = {"step": ended - began, "wait_batch": pulled - began, "prepare": prepared - pulled, "publish": publisher.copy_s}
-            row = row_of(batch, work, done, skipped=held.skipped, seconds=seconds | {"checkpoint": saving_s})
+            seconds = {"step": ended - began, "wait_batch": pulled - began, "prepare": prepare_s, "publish": publisher.copy_s}
+            row = row_of(data, done, skipped=held.skipped, seconds=seconds | {"checkpoint": saving_s})
             tracker.row(held.version, row | counters.read())
             publisher.expect(counters.num_actors)
             saving_s = 0.0
@@ -122,6 +121,24 @@ def learn_from(run: Run, source: BatchSource, stop: threading.Event) -> None:
     finally:
         publisher.close()
         tracker.close()
+
+
+def _make_version(run: Run, held: Held, stepper: Stepper, batch: Batch, source: BatchSource, publisher: Publisher) -> tuple[dict[str, float], Trained, float]:
+    """Trains one batch: what it was, what was done, and the seconds its preparation took.
+
+    Where an alarm stops the run before a parameter changed, the version held is checkpointed first.
+    """
+    began = time.perf_counter()
+    work = stepper.prepare(batch)
+    data, prepare_s = data_figures(batch, work), time.perf_counter() - began
+    num_steps, alarms = stepper.num_steps, run.config.learner.alarms
+    try:
+        check_alarms(data, alarms, batch.version)
+        return data, train_batch(stepper, work, batch.version, alarms, publisher.fence), prepare_s
+    except RoleFailed:
+        if stepper.num_steps == num_steps:
+            _leave(run, held, source, publisher)
+        raise
 
 
 def start(run: Run, stop: threading.Event) -> Held:

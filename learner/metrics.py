@@ -21,8 +21,8 @@ _OF_BUFFER = ("retries_infra", "retries_env", "groups_closed_early", "groups_dro
 """Counters of the buffer that a row repeats."""
 
 
-def row_of(batch: Batch, work: Work, done: Trained, *, skipped: int, seconds: Mapping[str, float]) -> dict[str, float]:
-    """The learner's own numbers for the updates that made ``batch.version``.
+def row_of(data: Mapping[str, float], done: Trained, *, skipped: int, seconds: Mapping[str, float]) -> dict[str, float]:
+    """The learner's own numbers for the updates of one version, beside those of its ``data`` (:func:`data_figures`).
 
     ``skipped`` counts skipped versions so far. ``seconds`` are what the loop itself spent, by phase; ``checkpoint`` is that of the version before, whose
     row was written already.
@@ -30,7 +30,7 @@ def row_of(batch: Batch, work: Work, done: Trained, *, skipped: int, seconds: Ma
     gradients, update = done.gradients, done.update
     computed_s = gradients.seconds + update.seconds
     return {
-        **_of_data(batch, work),
+        **data,
         **{f"loss/{name}": value for name, value in gradients.metrics.items() if name not in ("active_tokens", "skip_step")},
         "optim/grad_norm": update.grad_norm,
         "optim/learning_rate": update.learning_rate,
@@ -56,7 +56,7 @@ def _peak_memory() -> dict[str, float]:
     return peak
 
 
-def _of_data(batch: Batch, work: Work) -> dict[str, float]:
+def data_figures(batch: Batch, work: Work) -> dict[str, float]:
     """What the whole batch was. Means are over the trajectories they are known for; a metric no environment reported is left out."""
     header = header_of(batch)
     num = len(header.group_ids)
@@ -69,7 +69,8 @@ def _of_data(batch: Batch, work: Work) -> dict[str, float]:
         "train/episodes": num,
         "train/degenerate_groups": len(np.unique(degenerate)),
         "train/sequence_tokens_mean": sum(header.segment_tokens) / num,
-        "train/invalid_episodes": header.statuses.count("failed"),
+        "train/invalid_episodes": (failed := header.statuses.count("failed")),
+        "train/invalid_share": failed / num,
         "train/age_drops": len(batch.withheld),
     }
     played = [reason for reason, status in zip(header.stop_reasons, header.statuses, strict=True) if status != "failed"]

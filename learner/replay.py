@@ -26,7 +26,7 @@ from ..configs.schema import Config
 from ..errors import CheckpointError, ConfigError
 from .checkpoint import FIRST, Checkpoint, checkpoint_before, restore_training
 from .loop import reference_of
-from .metrics import row_of
+from .metrics import data_figures, row_of
 from .optimizer import optimizer_of
 from .policy import Policy
 from .publisher import digest_of
@@ -40,7 +40,7 @@ DIGEST = "weights/digest"
 """Name of the figure that is the digest of the new weights."""
 
 _FOLLOWS = re.compile(r"(train|loss|optim)/(?!.*_s(_|$))|learner/padding_share$")
-_NO_ALARMS = Alarms(ess_warn=0.0, ess_stop=0.0, kl_warn=1e300, trust_masked_warn=1.0)
+_NO_ALARMS = Alarms(ess_warn=None, ess_stop=None, kl_warn=None, trust_masked_warn=None)
 
 Figure = float | int | str
 
@@ -108,7 +108,7 @@ def _train(stepper: Stepper, batch: Batch, skipped: int) -> tuple[dict[str, floa
     """Takes the step of ``batch``: its row as the run would write it, and whether the weights changed. ``skipped`` versions were before it."""
     work = stepper.prepare(batch)
     done = train_batch(stepper, work, batch.version, _NO_ALARMS, lambda: None)
-    return row_of(batch, work, done, skipped=skipped + (not done.update.stepped), seconds={}), done.update.stepped
+    return row_of(data_figures(batch, work), done, skipped=skipped + (not done.update.stepped), seconds={}), done.update.stepped
 
 
 def _figures(row: Mapping[str, Any]) -> dict[str, Figure]:

@@ -11,9 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..buffer.types import Batch
-from ..configs.learner_schema import Alarms
 from ..configs.schema import Config
-from ..errors import RoleFailed
 from .collate import Flat, MicroBatch, flatten, pack
 from .objective import Objective, Stats, Tokens
 from .optimizer import clip, learning_rate, set_rate
@@ -63,6 +61,8 @@ class Stepper:
         self.policy, self.config, self.reference = policy, config, reference
         self.optimizer = optimizer
         self._objective = Objective(config.learner.loss)
+        self.num_steps = 0
+        """How often the optimiser has changed the weights."""
         self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
     def prepare(self, batch: Batch) -> Work:
@@ -111,6 +111,7 @@ class Stepper:
         if stepped:
             set_rate(self.optimizer, rate)
             self.optimizer.step()
+            self.num_steps += 1
         self.optimizer.zero_grad(set_to_none=True)
         return Update(stepped, norm, rate, time.perf_counter() - began)
 
@@ -153,23 +154,3 @@ def _joined(parts: list[Tokens]) -> Tokens:
         names=[name for part in parts for name in part.names or [""] * part.num_rows],
         **rest,
     )
-
-
-def check_alarms(metrics: dict[str, float], alarms: Alarms, version: int) -> None:
-    """Warns of, or stops at, drift between the policy that sampled and the one that learns; called before any parameter changes.
-
-    Raises :class:`RoleFailed` where the effective sample size is below ``alarms.ess_stop``.
-    """
-    sizes = {name: metrics[name] for name in ("ratio_ess", "is_ess", "drift_mu_ess") if name in metrics}
-    name, ess = min(sizes.items(), key=lambda item: item[1], default=("ratio_ess", 1.0))
-    if ess < alarms.ess_stop:
-        raise RoleFailed(
-            f"version {version}: {name} is {ess:.3f}, bound learner.alarms.ess_stop {alarms.ess_stop:g}: the data are too far from the policy that learns; "
-            "lower learner.optimizer.learning_rate or buffer.max_lag, and look at loss/* in metrics.jsonl"
-        )
-    if ess < alarms.ess_warn:
-        logger.warning("version=%d alarm=%s value=%.3f bound=%g", version, name, ess, alarms.ess_warn)
-    above = {"kl_old_k3": alarms.kl_warn, "kl_mu_k3": alarms.kl_warn, "drift_mu_k3": alarms.kl_warn, "trust_masked_frac": alarms.trust_masked_warn}
-    for name, bound in above.items():
-        if metrics.get(name, 0.0) > bound:
-            logger.warning("version=%d alarm=%s value=%.3f bound=%g", version, name, metrics[name], bound)

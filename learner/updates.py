@@ -18,9 +18,10 @@ import numpy.typing as npt
 import torch
 
 from ..configs.learner_schema import Alarms, Updates
+from .alarms import check_alarms
 from .objective import Stats
 from .plan import Plan, Rows, restrict
-from .step import Gradients, Stepper, Update, Work, check_alarms
+from .step import Gradients, Stepper, Update, Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ def train_batch(stepper: Stepper, work: Work, version: int, alarms: Alarms, befo
     fence_s = 0.0
     for share in shares:
         found = stepper.differentiate(share)
-        check_alarms(found.metrics, alarms, version)
+        check_alarms({f"loss/{name}": value for name, value in found.metrics.items()}, alarms, version)
         fenced = time.perf_counter()
         before_change()
         fence_s += time.perf_counter() - fenced
