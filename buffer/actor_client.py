@@ -16,6 +16,7 @@ import logging
 import time
 import uuid
 from collections import Counter, deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -25,7 +26,7 @@ import pyarrow as pa
 import zmq
 import zmq.asyncio
 
-from ..errors import DataRefused, DeadlineExceeded, Refused
+from ..errors import ConfigError, DataRefused, DeadlineExceeded, Refused
 from . import wire
 from .columns import SCHEMA_VERSION, encode, frame_checksum, to_frame
 from .types import Trajectory
@@ -66,18 +67,20 @@ class ActorClient:
     """The actor's side of the stream; ``async with ActorClient(...) as client``.
 
     ``stop_reason`` is the buffer's once it said Stop. At most 32 MB are unacknowledged at once: further appends wait. ``silent_s``: how long the buffer may
-    be silent (dead, restarting) before the client gives up.
+    be silent (dead, restarting) before the client gives up. ``tasks``: how many tasks environments have, where their number is finite.
 
     Raises (out of the ``async with`` block):
         DeadlineExceeded: the buffer was silent.
         Refused: wrong run, protocol or schema.
+        ConfigError: another number of tasks than the run counts.
     """
 
-    def __init__(self, endpoint: str, run_id: str, peer_id: str, *, silent_s: float = 30.0) -> None:
+    def __init__(self, endpoint: str, run_id: str, peer_id: str, *, tasks: Mapping[str, int] | None = None, silent_s: float = 30.0) -> None:
         self.stop_reason: str | None = None
         self._endpoint = endpoint
         self._run_id = run_id
         self._peer_id = peer_id
+        self._tasks_known = dict(tasks or {})
         self._silent_s = silent_s
         self._incarnation = uuid.uuid4().hex
         self._request_ids = itertools.count(1)
@@ -254,7 +257,7 @@ class ActorClient:
         self._hello_id = next(self._request_ids)
         self._hello_at = time.monotonic()
         self._num_received = 0
-        self._say(wire.Hello("actor", self._peer_id, self._incarnation, SCHEMA_VERSION, holding=list(self._holding)), self._hello_id)
+        self._say(wire.Hello("actor", self._peer_id, self._incarnation, SCHEMA_VERSION, list(self._holding), tasks=self._tasks_known), self._hello_id)
 
     async def _receive(self) -> None:
         while True:
@@ -285,6 +288,8 @@ class ActorClient:
                     self._say_hello()
             case wire.Appended() | wire.Refused() if request_id in self._unacknowledged:
                 self._answered(request_id, message)
+            case wire.Refused(code="wrong_tasks"):
+                raise ConfigError(message.reason)
             case wire.Refused():
                 raise Refused(message.code, message.reason)
             case wire.Acknowledged() if request_id in self._released:

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from ..errors import RunFolderError
 from .audit_log import Column, Rows, read_log
 from .audit_report import AuditReport, EnvBias, note
+from .audit_tasks import check_tasks
 from .ledger import Ledger
 from .tables import BatchRow
 
@@ -38,6 +39,7 @@ def audit(folder: Path) -> AuditReport:
             _close_books(ledger, report)
             members = list(ledger.rows("SELECT group_id, member, attempt, append_id FROM members ORDER BY group_id, member"))
             failed = _count_endings(ledger, report)
+            check_tasks(ledger, report)
             batches = list(ledger.batches(report.lineage, 1, 2**62))
             discarded = list(ledger.rows("SELECT group_id, member, attempt, append_id FROM discarded"))
             appends = list(ledger.locations())

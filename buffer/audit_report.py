@@ -26,6 +26,15 @@ class EnvBias:
     trained_success_mean: float
 
 
+@dataclass(frozen=True, slots=True)
+class EnvCursor:
+    """How far one environment is: groups leased for it, the share its weight gives it, how many tasks it has (None where there is no end to them)."""
+
+    num_groups: int
+    share: float
+    num_tasks: int | None
+
+
 @dataclass(slots=True)
 class AuditReport:
     """What the audit found. ``counts`` are groups per state; ``num_trained`` and ``num_age_drops`` count trajectories (trained; withheld for age).
@@ -64,6 +73,7 @@ class AuditReport:
     endings: dict[str, int] = field(default_factory=dict[str, int])
     duplicates: int = 0
     bias: dict[str, EnvBias] = field(default_factory=dict[str, EnvBias])
+    cursors: dict[str, EnvCursor] = field(default_factory=dict[str, EnvCursor])
 
 
 def note(report: AuditReport, problems: list[str]) -> None:

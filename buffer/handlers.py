@@ -214,6 +214,7 @@ class Handlers:
             raise Refused(
                 "wrong_schema", f"{hello.peer_id} writes schema version {hello.schema_version}, this buffer {SCHEMA_VERSION}; install the same version"
             )
+        self.books.tasks.announce(hello.tasks)
         if hello.role == "learner" and hello.version is not None:
             self.books.resume(hello.version)
         self.peers.hello(route, hello, now)

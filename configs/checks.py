@@ -17,7 +17,7 @@ from typing import Any, cast
 
 from ..errors import ConfigError
 from .run_folder import Run
-from .schema import Config, FolderModel, TinyModel
+from .schema import Config, Env, FolderModel, TinyModel
 
 _TINY_HEAD_DIM = 32
 _TINY_VOCABULARY = 264
@@ -32,7 +32,7 @@ def check_config(config: Config) -> None:
 
     Raises :class:`ConfigError` with every contradiction in one line: the values, the bound, the remedy.
     """
-    problems = [*_staleness(config), *_lengths(config), *_sampling(config), *_model(config), *_learning(config), *_endpoint(config)]
+    problems = [*_envs(config), *_staleness(config), *_lengths(config), *_sampling(config), *_model(config), *_learning(config), *_endpoint(config)]
     if problems:
         raise ConfigError("; ".join(problems))
 
@@ -76,6 +76,15 @@ def missing_folder_remedy(path: str) -> str:
     if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", path):
         return f"if it is a hub id, fetch it first (rollstream models fetch {path}) and give the folder that prints; a run downloads nothing"
     return "give the local folder of a Hugging Face model"
+
+
+def _envs(config: Config) -> Iterator[str]:
+    ids = [env.id for env in config.envs]
+    for place, env_id in enumerate(ids):
+        if env_id in ids[:place]:
+            yield f"env.{place}.id {env_id} is listed twice; give one of them the sum of their weights, or register it under a second id with other kwargs"
+    if isinstance(config.env, Env) and config.env.weight != 1:
+        yield f"env.weight {config.env.weight:g} with one environment: it is a share relative to others; leave it out, or write env as a list"
 
 
 def _staleness(config: Config) -> Iterator[str]:

@@ -130,7 +130,7 @@ def _make_version(run: Run, held: Held, stepper: Stepper, batch: Batch, source: 
     """
     began = time.perf_counter()
     work = stepper.prepare(batch)
-    data, prepare_s = data_figures(batch, work), time.perf_counter() - began
+    data, prepare_s = data_figures(batch, work, run.config.envs), time.perf_counter() - began
     num_steps, alarms = stepper.num_steps, run.config.learner.alarms
     try:
         check_alarms(data, alarms, batch.version)
