@@ -141,6 +141,8 @@ def audit_lines(report: AuditReport) -> Iterator[str]:
             ("success", bias.trained_success_mean, bias.leased_success_mean),
         )
         yield "             " + "   ".join(f"{name} {trained:.3f} {played:.3f}" for name, trained, played in pairs if not math.isnan(played))
+    if report.refused:
+        yield f"refused      {', '.join(f'{code} {count:,}' for code, count in report.refused.items())}"
     if report.unrecorded_bytes:
         yield f"unrecorded   {report.unrecorded_bytes:,} bytes behind the last acknowledged append, as a live or a killed buffer leaves them"
     for problem in report.problems:

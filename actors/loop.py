@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..buffer.channels import subscribe_to
 from ..buffer.client import ActorClient
+from ..buffer.curve import client_keys
 from ..configs.schema import ScriptedSampler as ScriptedConfig
 from ..configs.schema import TinyModel
 from ..envs import registry
@@ -90,7 +91,7 @@ class _Actor:
         self.envs = EnvPool({env.id: env.kwargs for env in run.config.envs})
         self.player = Player(sampler, renderers, self.envs, self.settings, run.config.seed, actor_id)
         self.invalid = InvalidShare(self.settings.max_invalid_share)
-        self.client = ActorClient(run.endpoint, run.run_id, actor_id, tasks=self.envs.num_tasks())
+        self.client = ActorClient(run.endpoint, run.run_id, actor_id, tasks=self.envs.num_tasks(), keys=client_keys(run))
         self.reader = subscribe_to(run, actor_id)
         self.loaded = asyncio.Condition()
         self.slots = asyncio.Semaphore(self.settings.slots)

@@ -30,7 +30,7 @@ PROTOCOL_VERSION = 3
 
 Role = Literal["actor", "learner", "supervisor"]
 RefusalCode = Literal[
-    "unknown_peer", "wrong_run", "wrong_protocol", "wrong_schema", "malformed", "corrupt", "unknown_group", "not_leased", "wrong_tasks", "stopping"
+    "unknown_peer", "wrong_run", "wrong_protocol", "wrong_schema", "malformed", "corrupt", "unknown_group", "not_leased", "wrong_tasks", "unknown_blob"
 ]
 
 

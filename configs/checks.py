@@ -5,6 +5,7 @@ The schema bounds every key alone; here is what needs two keys, the files of a m
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import math
 import os
@@ -156,18 +157,26 @@ def _learning(config: Config) -> Iterator[str]:
 
 def _endpoint(config: Config) -> Iterator[str]:
     endpoint = config.buffer.endpoint
-    if endpoint != "ipc" and not 1 <= (port := int(endpoint.rpartition(":")[2])) <= 65535:
-        yield f"buffer.endpoint {endpoint}: port {port} is not between 1 and 65535; choose one that is free, or ipc"
+    if endpoint == "ipc":
+        return
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    if not 1 <= int(port) <= 65535:
+        yield f"buffer.endpoint {endpoint}: port {int(port)} is not between 1 and 65535; choose one that is free, or ipc"
+    try:
+        if host != "localhost":
+            ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        yield f"buffer.endpoint {endpoint}: {host} is no address; give one of this machine's own, 0.0.0.0 for all of them, 127.0.0.1 for none but this machine"
 
 
 def _check_port(endpoint: str) -> None:
     if endpoint == "ipc":
         return
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+    with socket.socket(socket.AF_INET6 if host.startswith("[") else socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((host, int(port)))
+            probe.bind((host.strip("[]"), int(port)))
         except OSError as error:
             reason = (error.strerror or str(error)).lower()
             raise ConfigError(f"buffer.endpoint {endpoint} cannot be used: {reason}; stop what listens there, choose another port, or use ipc") from None

@@ -102,8 +102,8 @@ class Buffer(Section):
     """A group whose rewards are all equal stays in the denominators (keep), leaves the loss (mask), or is also replaced (refill)."""
     max_refill: int = Field(default=4, ge=1, le=1_000_000)
     """Groups a batch may take beyond ``batch_groups`` to replace degenerate ones; read with refill."""
-    endpoint: str = Field(default="ipc", pattern=r"^(ipc|tcp://(127\.0\.0\.1|localhost):\d{1,5})$")
-    """Where the buffer listens: ``ipc`` (a Unix socket in a private folder) or ``tcp://127.0.0.1:PORT``."""
+    endpoint: str = Field(default="ipc", pattern=r"^(ipc|tcp://(localhost|[\d.]+|\[[\da-fA-F:.]+\]):\d{1,5})$")
+    """Where the buffer listens: ``ipc`` (a private Unix socket) or ``tcp://ADDRESS:PORT``; beyond loopback only who has the run's keys is let in."""
     lease_timeout_s: Seconds = 60.0
     """Silence of an actor after which its leases are offered to others."""
     max_infra_attempts: int = Field(default=3, ge=1, le=1000)

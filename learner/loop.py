@@ -15,6 +15,7 @@ import torch
 from .. import models
 from ..buffer.channels import publish_to
 from ..buffer.client import LearnerClient
+from ..buffer.curve import client_keys
 from ..buffer.types import Batch
 from ..buffer.wire import StatusReply, Welcome
 from ..configs.run_folder import Run
@@ -71,7 +72,7 @@ def learn(run: Run, stop: threading.Event) -> None:
 
     Raises :class:`DataRefused` for a batch that must not train, :class:`CheckpointError` for a damaged one, :class:`RoleFailed` where an alarm stops the run.
     """
-    with LearnerClient(run.endpoint, run.run_id) as client:
+    with LearnerClient(run.endpoint, run.run_id, keys=client_keys(run)) as client:
         learn_from(run, client, stop)
 
 
