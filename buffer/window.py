@@ -25,10 +25,7 @@ from .tables import GroupRow, MemberRow
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What the configuration says about leases and batches.
-
-    ``max_refill`` is 0 where degenerate groups are not replaced; ``envs`` are ids and weights; without ``group_deadline_s`` groups wait for all their members.
-    """
+    """What the configuration says about leases and batches. ``max_refill`` is 0 where degenerate groups are not replaced."""
 
     batch_groups: int
     group_size: int
@@ -39,7 +36,7 @@ class Rules:
     max_env_attempts: int
     overlong: Overlong | None
     exclude_truncated: bool
-    envs: tuple[tuple[str, float], ...]
+    env_id: str
     seed: int
     versions: int
     min_group: int = 1
@@ -59,7 +56,7 @@ class Rules:
             max_env_attempts=buffer.max_env_attempts,
             overlong=learner.advantage.overlong,
             exclude_truncated=learner.advantage.truncated == "exclude",
-            envs=tuple((env.id, env.weight) for env in config.envs),
+            env_id=config.env.id,
             seed=config.seed,
             versions=learner.versions,
             min_group=buffer.min_group,

@@ -5,7 +5,6 @@ The schema bounds every key alone; here is what needs two keys, the files of a m
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import math
 import os
@@ -18,7 +17,7 @@ from typing import Any, cast
 
 from ..errors import ConfigError
 from .run_folder import Run
-from .schema import Config, Env, FolderModel, TinyModel
+from .schema import Config, FolderModel, TinyModel
 
 _TINY_HEAD_DIM = 32
 _TINY_VOCABULARY = 264
@@ -26,6 +25,10 @@ _SOCKET_PATH_BYTES = 107
 _SAFETENSORS_HEADER_BYTES = 100_000_000
 """The format's own bound on its header."""
 _GROUP_BASELINES = ("mean", "grpo", "rloo", "opo", "batch_std")
+_TOKEN_MODES = ("gae", "vtrace", "whiten")
+_VALUE_MODES = ("gae", "vtrace")
+_WEIGHTED_BY_SAMPLER = ("minirl", "dppo_tv", "dppo_kl", "m2po", "topr")
+"""Losses whose gradient carries the ratio to the policy that sampled, whatever their anchor."""
 
 
 def check_config(config: Config) -> None:
@@ -33,7 +36,7 @@ def check_config(config: Config) -> None:
 
     Raises :class:`ConfigError` with every contradiction in one line: the values, the bound, the remedy.
     """
-    problems = [*_envs(config), *_staleness(config), *_lengths(config), *_sampling(config), *_model(config), *_learning(config), *_endpoint(config)]
+    problems = [*_staleness(config), *_lengths(config), *_sampling(config), *_model(config), *_learning(config), *_advantages(config), *_endpoint(config)]
     if problems:
         raise ConfigError("; ".join(problems))
 
@@ -77,15 +80,6 @@ def missing_folder_remedy(path: str) -> str:
     if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", path):
         return f"if it is a hub id, fetch it first (rollstream models fetch {path}) and give the folder that prints; a run downloads nothing"
     return "give the local folder of a Hugging Face model"
-
-
-def _envs(config: Config) -> Iterator[str]:
-    ids = [env.id for env in config.envs]
-    for place, env_id in enumerate(ids):
-        if env_id in ids[:place]:
-            yield f"env.{place}.id {env_id} is listed twice; give one of them the sum of their weights, or register it under a second id with other kwargs"
-    if isinstance(config.env, Env) and config.env.weight != 1:
-        yield f"env.weight {config.env.weight:g} with one environment: it is a share relative to others; leave it out, or write env as a list"
 
 
 def _staleness(config: Config) -> Iterator[str]:
@@ -137,10 +131,10 @@ def _model(config: Config) -> Iterator[str]:
 
 def _learning(config: Config) -> Iterator[str]:
     mode, size = config.learner.advantage.mode, config.learner.group_size
-    if size < 2 and mode in _GROUP_BASELINES:
+    if size < 2 and mode in (*_GROUP_BASELINES, "none"):
         yield (
             f"learner.group_size {size} with learner.advantage.mode {mode}: a trajectory is compared with the others of its group, and there are none, so "
-            "every advantage would be 0; use group_size >= 2 or advantage.mode none"
+            "every advantage would be 0; use group_size >= 2, or advantage.mode gae, vtrace or whiten"
         )
     checkpoint = config.learner.checkpoint
     if checkpoint.keep_every is not None and checkpoint.keep_every % checkpoint.every:
@@ -155,28 +149,41 @@ def _learning(config: Config) -> Iterator[str]:
             yield f"learner.loss.correction.{index}: low {rule.low} is above high {rule.high}; swap them"
 
 
+def _advantages(config: Config) -> Iterator[str]:
+    learner = config.learner
+    loss, mode = learner.loss, learner.advantage.mode
+    if mode in _VALUE_MODES and learner.value is None:
+        yield f"learner.advantage.mode {mode} needs values and learner.value is null; add learner.value: {{}}"
+    if learner.value is not None and mode in (*_GROUP_BASELINES, "none", "whiten"):
+        yield f"learner.value is set and learner.advantage.mode {mode} reads no values; leave it out, or use mode gae or vtrace"
+    if mode in _TOKEN_MODES and config.buffer.degenerate != "keep":
+        yield (
+            f"buffer.degenerate {config.buffer.degenerate} with learner.advantage.mode {mode}: a group of equal rewards teaches there as well, since no group "
+            "is a baseline; use buffer.degenerate keep"
+        )
+    if mode == "vtrace" and (loss.old == "mu" or loss.correction or loss.kind in _WEIGHTED_BY_SAMPLER):
+        yield (
+            f"learner.advantage.mode vtrace carries the ratio to the policy that sampled, and so do learner.loss.kind {loss.kind} with old {loss.old} and "
+            f"{len(loss.correction)} correction rules: it would count twice; use kind pg or ppo, old prox, correction []"
+        )
+    if loss.kl_in == "reward" and (loss.kl is None or loss.kl_is):
+        yield f"learner.loss.kl_in reward with kl {loss.kl or 'null'} and kl_is {str(loss.kl_is).lower()}: it needs kl (k1 is the usual one), and kl_is false"
+
+
 def _endpoint(config: Config) -> Iterator[str]:
     endpoint = config.buffer.endpoint
-    if endpoint == "ipc":
-        return
-    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-    if not 1 <= int(port) <= 65535:
-        yield f"buffer.endpoint {endpoint}: port {int(port)} is not between 1 and 65535; choose one that is free, or ipc"
-    try:
-        if host != "localhost":
-            ipaddress.ip_address(host.strip("[]"))
-    except ValueError:
-        yield f"buffer.endpoint {endpoint}: {host} is no address; give one of this machine's own, 0.0.0.0 for all of them, 127.0.0.1 for none but this machine"
+    if endpoint != "ipc" and not 1 <= (port := int(endpoint.rpartition(":")[2])) <= 65535:
+        yield f"buffer.endpoint {endpoint}: port {port} is not between 1 and 65535; choose one that is free, or ipc"
 
 
 def _check_port(endpoint: str) -> None:
     if endpoint == "ipc":
         return
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-    with socket.socket(socket.AF_INET6 if host.startswith("[") else socket.AF_INET, socket.SOCK_STREAM) as probe:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((host.strip("[]"), int(port)))
+            probe.bind((host, int(port)))
         except OSError as error:
             reason = (error.strerror or str(error)).lower()
             raise ConfigError(f"buffer.endpoint {endpoint} cannot be used: {reason}; stop what listens there, choose another port, or use ipc") from None

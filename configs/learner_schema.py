@@ -40,13 +40,23 @@ class Advantage(Section):
     """How rewards become advantages."""
 
     mode: str = "grpo"
-    """mean, grpo, rloo, opo, batch_std, none, or one you registered."""
+    """Per trajectory: mean, grpo, rloo, opo, batch_std, none; per token: gae, vtrace (both need learner.value), whiten; or one you registered."""
     eps: float = Field(default=1e-6, ge=0)
     """Added to the deviation that grpo and batch_std divide by."""
     ddof: int = Field(default=1, ge=0, le=1)
     """Degrees of freedom taken off in that deviation: 1 sample, 0 population."""
     std_over: Literal["all", "live"] = "all"
     """batch_std over all trajectories, or only those of groups that are not degenerate."""
+    gamma: Fraction = 1.0
+    """Discount per token that the policy sampled: of gae, vtrace, whiten, and of a KL term in the reward."""
+    lam: Fraction = 1.0
+    """Lambda of gae and vtrace: 1 looks to the end of the trajectory, 0 one token ahead."""
+    rho_bar: Positive = 1.0
+    """Cap of vtrace on the ratio to the policy that sampled, in targets and advantages: it decides whose value is learned."""
+    c_bar: Positive = 1.0
+    """Cap of vtrace on the ratio along the trace: it decides how fast values are learned."""
+    whiten: bool = False
+    """Give the advantages of the tokens that train mean 0 and deviation 1 over the batch; mode whiten always does."""
     truncated: Literal["keep", "mask", "exclude"] = "keep"
     """Truncated episodes train (keep), only shape the baseline (mask), or do neither (exclude)."""
     overlong: Overlong | None = None
@@ -93,6 +103,8 @@ class Loss(Section):
     """Estimator of the KL term towards version 0; null is none."""
     kl_coef: float = Field(default=0.0, ge=0)
     """Coefficient of the KL term."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Where the KL term goes: added to each token's loss, or taken off each token's reward under the weights at the start of the update."""
     kl_is: bool = False
     """Multiply the KL term by the ratio to the policy that sampled."""
     agg: str = "token_mean"
@@ -109,6 +121,22 @@ class Loss(Section):
     """Divide the correction weight by its mean over the batch."""
     nonfinite: Literal["raise", "drop"] = "raise"
     """A number that is not finite refuses the batch (raise), or its token leaves the loss (drop)."""
+
+
+class Value(Section):
+    """A value head on the policy's body, for advantages that need values. It learns by regression on the returns, with the policy's aggregation.
+
+    Its gradient reaches the body too, times ``coef``, but for the first ``warmup_versions``, in which it learns alone and the policy stays as it is.
+    """
+
+    coef: Positive = 0.5
+    """Coefficient of the value loss beside the policy's."""
+    learning_rate: Positive = 1e-4
+    """Full rate of AdamW on the head; it follows the schedule of learner.optimizer."""
+    value_clip: float | None = Field(default=0.2, gt=0)
+    """How far a value may move from where it stood at the start of the batch before its gradient is cut; null is no bound."""
+    warmup_versions: int = Field(default=0, ge=0)
+    """Versions in which only the head learns."""
 
 
 class Optimizer(Section):
@@ -203,10 +231,12 @@ class Learner(Section):
     """Groups per batch."""
     group_size: int = Field(ge=1, le=32_767)
     """Trajectories per group, all from one task and seed."""
-    preset: Literal["async", "grpo", "gspo", "cispo", "dr_grpo", "dapo"] = "async"
+    preset: Literal["async", "grpo", "gspo", "cispo", "dr_grpo", "dapo", "ppo", "impala"] = "async"
     """Values laid under those of the file; see the algorithms page."""
     loss: Loss = Loss()
     advantage: Advantage = Advantage()
+    value: Value | None = None
+    """A learned value head, which advantage modes gae and vtrace need; null is none."""
     optimizer: Optimizer = Optimizer()
     updates: Updates = Updates()
     policy: SinglePolicy = SinglePolicy()

@@ -15,7 +15,7 @@ from .schema import Config
 
 FIXED = (
     *("seed", "imports", "model", "env", "warmup"),
-    *("learner.batch_groups", "learner.group_size", "learner.preset", "learner.loss", "learner.advantage"),
+    *("learner.batch_groups", "learner.group_size", "learner.preset", "learner.loss", "learner.advantage", "learner.value"),
     *("learner.optimizer", "learner.updates", "learner.policy"),
     *("buffer.depth", "buffer.max_lag", "buffer.degenerate", "buffer.max_refill"),
 )
@@ -48,8 +48,8 @@ def _leaves(path: str, before: Any, after: Any) -> list[str]:
 
 
 def _covers(key: str, leaf: str) -> bool:
-    """Whether the override of ``key`` sets ``leaf``, or a part of it (a leaf may be a list); a preset sets whatever it likes, but is named itself."""
-    return leaf == key or leaf.startswith(f"{key}.") or key.startswith(f"{leaf}.")
+    """Whether the override of ``key`` sets ``leaf``; a preset sets whatever it likes, but is named itself."""
+    return leaf == key or leaf.startswith(f"{key}.")
 
 
 def _get(values: Any, path: str) -> Any:

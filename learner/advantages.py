@@ -1,7 +1,7 @@
 """Advantages per trajectory: rewards of a group against the group's own baseline. NumPy float64, pure functions registered by name.
 
 Statistics are over trajectories, each once, and are broadcast to rows and tokens afterwards. Group sizes vary (failed rollouts, staleness), so groups are ids.
-Token-level advantages (GAE, V-trace, reward with a KL penalty) are in :mod:`.returns`.
+Modes per token (GAE, V-trace, whitened returns) are in :mod:`.token_advantages`.
 """
 
 from __future__ import annotations
@@ -75,6 +75,11 @@ def advantage_named(name: str) -> AdvantageMode:
     return _MODES[name]
 
 
+def advantage_names() -> list[str]:
+    """Every registered mode per trajectory, sorted."""
+    return sorted(_MODES)
+
+
 def compute_advantages(
     rewards: npt.NDArray[np.floating],
     groups: npt.NDArray[np.integer],
@@ -98,7 +103,7 @@ def compute_advantages(
     included = np.ones(num, np.bool_) if included is None else included
     if rewards.ndim != 1 or groups.shape != (num,) or included.shape != (num,) or (lengths is not None and lengths.shape != (num,)):
         raise DataRefused(f"rewards have shape {rewards.shape}, groups {groups.shape}, included {included.shape}: one of each per trajectory is needed")
-    _refuse_non_finite("reward", rewards, included, names)
+    refuse_non_finite("reward", rewards, included, names)
     unique, group = np.unique(groups, return_inverse=True)
     clean = np.where(included, rewards, 0.0).astype(np.float64)
     degenerate = ~included
@@ -112,11 +117,12 @@ def compute_advantages(
     scores = Scores(clean, group.astype(np.int64), len(unique), included, degenerate, sizes, config)
     with np.errstate(divide="ignore", invalid="ignore"):
         advantages = np.where(degenerate, 0.0, mode(scores))
-    _refuse_non_finite("advantage", advantages, np.ones(num, np.bool_), names)
+    refuse_non_finite("advantage", advantages, np.ones(num, np.bool_), names)
     return advantages, degenerate
 
 
-def _refuse_non_finite(what: str, values: npt.NDArray[np.floating], where: Bool, names: tuple[str, ...]) -> None:
+def refuse_non_finite(what: str, values: npt.NDArray[np.floating], where: Bool, names: tuple[str, ...]) -> None:
+    """Raises :class:`DataRefused` naming the first trajectory in ``where`` whose value is not finite."""
     bad = np.flatnonzero(where & ~np.isfinite(values))
     if len(bad):
         at = int(bad[0])

@@ -3,7 +3,7 @@
     checkpoints/v000050/
         manifest.json    version, lineage, settings, progress; size and xxh3-128 of every other file
         model/           a complete Hugging Face folder: configuration, safetensors, tokenizer
-        training.pt      optimiser and random-number state (tensors and plain values only: read with weights_only)
+        training.pt      optimiser and random-number state, the value head where there is one (tensors and plain values only: read with weights_only)
 
 A checkpoint is written under ``.v000050.tmp``, flushed to disk file by file, and takes its name by one rename after the buffer flushed log and ledger
 too: a folder without a dot is complete, whatever was killed when. The newest ``keep_last`` stay, with ``keep_every`` its multiples too, version 0 only
@@ -27,6 +27,7 @@ import torch
 import xxhash
 
 from ..errors import CheckpointError
+from .value import ValueHead
 
 if TYPE_CHECKING:
     from ..models import PreTrainedModel, PreTrainedTokenizerFast
@@ -63,6 +64,7 @@ def write_checkpoint(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
     optimizer: torch.optim.Optimizer,
+    value_head: ValueHead | None = None,
     settings: dict[str, Any],
     progress: dict[str, float],
     keep_last: int,
@@ -84,7 +86,8 @@ def write_checkpoint(
         temporary.mkdir()
         model.save_pretrained(temporary / "model")
         tokenizer.save_pretrained(temporary / "model")
-        torch.save({"optimizer": optimizer.state_dict(), "random": _random_state()}, temporary / "training.pt")
+        head = {} if value_head is None else {"value_head": value_head.state_dict()}
+        torch.save({"optimizer": optimizer.state_dict(), "random": _random_state(), **head}, temporary / "training.pt")
         files = {str(path.relative_to(temporary)): _fingerprint(path) for path in sorted(temporary.rglob("*")) if path.is_file()}
         manifest = {"format": FORMAT, "version": version, "lineage": lineage, "settings": settings, "progress": progress, "files": files}
         (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1, sort_keys=True), encoding="utf-8")
@@ -142,16 +145,18 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     return Checkpoint(folder, manifest["version"], manifest["lineage"], manifest["settings"], manifest["progress"])
 
 
-def restore_training(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer, device: torch.device | str) -> None:
-    """Puts optimiser and random-number state back as they were.
+def restore_training(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer, device: torch.device | str, value_head: ValueHead | None = None) -> None:
+    """Puts optimiser, random-number state and value head back as they were.
 
     Raises :class:`CheckpointError` where they belong to another model.
     """
     state = torch.load(checkpoint.folder / "training.pt", map_location=device, weights_only=True)
     try:
         optimizer.load_state_dict(state["optimizer"])
-    except (ValueError, KeyError) as error:
-        raise CheckpointError(f"checkpoint {checkpoint.folder} holds the optimiser of another model: {error}") from error
+        if value_head is not None:
+            value_head.load_state_dict(state["value_head"])
+    except (ValueError, KeyError, RuntimeError) as error:
+        raise CheckpointError(f"checkpoint {checkpoint.folder} holds the optimiser or value head of another model: {error}") from error
     torch.set_rng_state(state["random"]["cpu"].cpu())
     if "cuda" in state["random"] and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["random"]["cuda"].cpu())

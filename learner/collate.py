@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from ..buffer.header import header_of
-from ..buffer.types import Batch, Header
+from ..buffer.types import Batch, Header, Segment
 from ..errors import DataRefused, StreamError
 from .attention import Layout, layout_of
 from .plan import Plan, Rows, StaleLimit
@@ -27,6 +27,18 @@ from .tokens import Tokens
 
 Bool = npt.NDArray[np.bool_]
 Int64 = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """The turns of this rank that were given a reward, all ``[K]``: where among its tokens their last one lies, the reward, and the trajectory."""
+
+    ends: Int64
+    rewards: npt.NDArray[np.float64]
+    trajectory: Int64
+
+
+NO_TURNS = Turns(np.zeros(0, np.int64), np.zeros(0, np.float64), np.zeros(0, np.int64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +56,7 @@ class Flat:
     token_ids: npt.NDArray[np.int32]
     loss_mask: Bool
     behaviour_logprobs: npt.NDArray[np.float32]
+    turns: Turns = NO_TURNS
 
     def trained(self, plan: Plan) -> Bool:
         """Which of this rank's tokens train under ``plan``, ``[p]``."""
@@ -62,6 +75,7 @@ class MicroBatch:
     What the model sees: ``input_ids`` and ``position_ids`` ``[1, Q] int64`` (positions start again in each segment), ``cu_seqlens`` ``[R + 1] int32``,
     ``max_length``, ``layout`` (see :mod:`rollstream.learner.attention`). What is scored: hidden state ``source[n]`` scores ``targets[n]``, both
     ``[N] int64``; ``scored [N] int64`` is where those targets lie among this rank's tokens. What the loss sees: ``tokens``, ``[N]`` each, active tokens only.
+    For bootstraps: ``after [K] int64`` are the hidden states after the last active token of the trajectories ``after_trajectory [K] int64``.
     """
 
     input_ids: torch.Tensor
@@ -73,6 +87,8 @@ class MicroBatch:
     targets: torch.Tensor
     scored: torch.Tensor
     tokens: Tokens
+    after: torch.Tensor
+    after_trajectory: torch.Tensor
 
     @property
     def num_tokens(self) -> int:
@@ -93,14 +109,16 @@ def flatten(batch: Batch, max_lag: int) -> Flat:
     rows = _rows(batch, header, names, max_lag)
     mine = _rows_of(batch, header)
     segments = [segment for trajectory in batch.trajectories for segment in trajectory.segments]
+    offsets = np.concatenate([[0], np.cumsum([segment.num_tokens for segment in segments], dtype=np.int64)])
     flat = Flat(
         rows,
         _sampling_temperature(header, names),
         mine,
-        np.concatenate([[0], np.cumsum([segment.num_tokens for segment in segments], dtype=np.int64)]),
+        offsets,
         _joined([segment.token_ids for segment in segments], np.int32),
         _joined([segment.loss_mask for segment in segments], np.uint8) != 0,
         _joined([segment.behaviour_logprobs for segment in segments], np.float32),
+        _rewarded_turns(segments, offsets, rows.row_trajectory[mine], names),
     )
     expected = np.array(header.segment_tokens, np.int64)[mine], np.diff(rows.offsets)[mine]
     found = np.diff(flat.offsets), np.array([segment.num_trained_tokens for segment in segments], np.int64)
@@ -108,6 +126,18 @@ def flatten(batch: Batch, max_lag: int) -> Flat:
         raise StreamError(f"batch {batch.version}: rows came that are not as long as its header says; run `rollstream audit`")
     _check_tokens(flat)
     return flat
+
+
+def _rewarded_turns(segments: list[Segment], offsets: Int64, row_trajectory: npt.NDArray[np.integer], names: tuple[str, ...]) -> Turns:
+    found: list[tuple[int, float, int]] = []
+    for row, segment in enumerate(segments):
+        ends = np.append(segment.turn_starts[1:], segment.num_tokens) - 1 + offsets[row]
+        found += [(int(end), reward, int(row_trajectory[row])) for end, reward in zip(ends, segment.turn_rewards, strict=True) if reward is not None]
+    for _, reward, trajectory in found:
+        if not np.isfinite(reward):
+            raise DataRefused(f"{names[trajectory]} has a turn with reward {reward}: only finite numbers train; a turn that was not scored must say so")
+    ends, rewards, trajectories = zip(*found, strict=True) if found else ((), (), ())
+    return Turns(np.array(ends, np.int64), np.array(rewards, np.float64), np.array(trajectories, np.int64))
 
 
 def _rows(batch: Batch, header: Header, names: tuple[str, ...], max_lag: int) -> Rows:
@@ -200,29 +230,41 @@ def bins_of(lengths: Int64, budget: int) -> list[Int64]:
     return [np.array(sorted(members), np.int64) for members in bins]
 
 
-def pack(flat: Flat, plan: Plan, tokens_per_micro_batch: int, device: torch.device | str = "cpu") -> list[MicroBatch]:
-    """The micro-batches of this rank's rows under ``plan``; rows without an active token are in none. Empty where nothing of them trains."""
+def pack(flat: Flat, plan: Plan, tokens_per_micro_batch: int, device: torch.device | str = "cpu", *, bootstraps: bool = False) -> list[MicroBatch]:
+    """The micro-batches of this rank's rows under ``plan``; rows without an active token are in none. Empty where nothing of them trains.
+
+    With ``bootstraps`` the last active token of each trajectory that was cut is fed as well, so that there is a hidden state after it.
+    """
     mask = flat.trained(plan)
     active = np.flatnonzero(mask)
     token_row = np.repeat(np.arange(len(flat.mine)), np.diff(flat.offsets))
     ends = np.zeros(len(flat.mine), np.int64)
     ends[token_row[active]] = active - flat.offsets[token_row[active]]  # ascending, so the last one stays
     live = np.flatnonzero(plan.row_counts[flat.mine])
-    return [_micro_batch(flat, plan, mask, live[members], ends[live[members]], torch.device(device)) for members in bins_of(ends[live], tokens_per_micro_batch)]
+    further = np.zeros(len(ends), np.int64)
+    if bootstraps and flat.rows.truncated is not None:
+        last = np.full(len(flat.rows.rewards), -1)
+        last[flat.rows.row_trajectory[flat.mine[live]]] = live  # ascending, so the last live row stays
+        further[last[(last >= 0) & (flat.rows.truncated != 0)]] = 1
+    bins = bins_of((ends + further)[live], tokens_per_micro_batch)
+    return [_micro_batch(flat, plan, mask, live[members], ends[live[members]], further[live[members]], torch.device(device)) for members in bins]
 
 
-def _micro_batch(flat: Flat, plan: Plan, mask: Bool, rows: Int64, lengths: Int64, device: torch.device) -> MicroBatch:
-    """Packs ``rows`` (indices into ``flat.mine``), feeding the first ``lengths`` tokens of each."""
+def _micro_batch(flat: Flat, plan: Plan, mask: Bool, rows: Int64, ends: Int64, further: Int64, device: torch.device) -> MicroBatch:
+    """Packs ``rows`` (indices into ``flat.mine``), feeding the tokens before ``ends``, the last active one, and that one too where ``further`` is 1."""
 
     def put(array: npt.NDArray[np.generic]) -> torch.Tensor:
         return torch.from_numpy(array).to(device)
 
+    lengths = ends + further
     cu_seqlens = np.zeros(len(rows) + 1, np.int64)
     np.cumsum(lengths, out=cu_seqlens[1:])
     position = np.arange(cu_seqlens[-1]) - np.repeat(cu_seqlens[:-1], lengths)
     local_row = np.repeat(np.arange(len(rows)), lengths)
     place = flat.offsets[rows][local_row] + position  # of each fed token among this rank's
-    source = np.flatnonzero(mask[place + 1])  # the shift: fed token n scores the one after it
+    before = position < ends[local_row]
+    source = np.flatnonzero(before)[mask[place[before] + 1]]  # the shift: fed token n scores the one after it
+    cut = np.flatnonzero(further)
     scored = place[source] + 1
     row = local_row[source]
     mine = flat.mine[rows]
@@ -246,4 +288,6 @@ def _micro_batch(flat: Flat, plan: Plan, mask: Bool, rows: Int64, lengths: Int64
         targets=put(flat.token_ids[scored].astype(np.int64)),
         scored=put(scored),
         tokens=tokens,
+        after=put(cu_seqlens[1:][cut] - 1),
+        after_trajectory=put(flat.rows.row_trajectory[mine[cut]].astype(np.int64)),
     )

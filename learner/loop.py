@@ -15,7 +15,6 @@ import torch
 from .. import models
 from ..buffer.channels import publish_to
 from ..buffer.client import LearnerClient
-from ..buffer.curve import client_keys
 from ..buffer.types import Batch
 from ..buffer.wire import StatusReply, Welcome
 from ..configs.run_folder import Run
@@ -24,7 +23,7 @@ from .alarms import check_alarms
 from .checkpoint import FIRST, Checkpoint, clear_leftovers, newest_checkpoint, read_checkpoint, restore_training, write_checkpoint
 from .metrics import Counters, data_figures, row_of
 from .optimizer import optimizer_of
-from .policy import Policy
+from .policy import Policy, policy_of
 from .publisher import Publisher
 from .step import Stepper
 from .tracker import Tracker
@@ -72,7 +71,7 @@ def learn(run: Run, stop: threading.Event) -> None:
 
     Raises :class:`DataRefused` for a batch that must not train, :class:`CheckpointError` for a damaged one, :class:`RoleFailed` where an alarm stops the run.
     """
-    with LearnerClient(run.endpoint, run.run_id, keys=client_keys(run)) as client:
+    with LearnerClient(run.endpoint, run.run_id) as client:
         learn_from(run, client, stop)
 
 
@@ -131,7 +130,7 @@ def _make_version(run: Run, held: Held, stepper: Stepper, batch: Batch, source: 
     """
     began = time.perf_counter()
     work = stepper.prepare(batch)
-    data, prepare_s = data_figures(batch, work, run.config.envs), time.perf_counter() - began
+    data, prepare_s = data_figures(batch, work), time.perf_counter() - began
     num_steps, alarms = stepper.num_steps, run.config.learner.alarms
     try:
         check_alarms(data, alarms, batch.version)
@@ -152,10 +151,10 @@ def start(run: Run, stop: threading.Event) -> Held:
     config = run.config.learner
     folder = saved.model_folder if saved is not None else models.prepare_model(run)
     model, tokenizer = models.load_policy(folder, device=config.device), models.load_tokenizer(folder)
-    policy = Policy(model, config.policy)
+    policy = policy_of(model, config)
     if saved is None and run.config.warmup is not None:
         warm_up(policy, tokenizer, run.config, stop)
-    optimizer = optimizer_of(model, config.optimizer)
+    optimizer = optimizer_of(policy, config)
     held = Held(policy, tokenizer, optimizer, version=0, lineage=0, skipped_in_a_row=0, skipped=0, saved=None)
     if saved is None:
         torch.manual_seed(run.config.seed)
@@ -167,7 +166,7 @@ def start(run: Run, stop: threading.Event) -> Held:
 def step_settings(run: Run) -> dict[str, Any]:
     """The parts of the configuration that a step depends on: redoing a recorded batch under others would make another version under the same number."""
     learner = run.config.learner
-    settings = learner.model_dump(mode="json", include={"batch_groups", "group_size", "preset", "loss", "advantage", "optimizer", "updates", "policy"})
+    settings = learner.model_dump(mode="json", include={"batch_groups", "group_size", "preset", "loss", "advantage", "value", "optimizer", "updates", "policy"})
     settings |= {"model": run.config.model.model_dump(mode="json"), "degenerate": run.config.buffer.degenerate, "max_lag": run.config.buffer.max_lag}
     return settings if learner.optimizer.schedule == "constant" else settings | {"versions": learner.versions}
 
@@ -189,7 +188,7 @@ def _restore(run: Run, held: Held, saved: Checkpoint) -> None:
             f"{changed[0]} is {now.get(changed[0])}, checkpoint {saved.folder.name} was trained with {saved.settings.get(changed[0])}: "
             "resume with the same, or start a new run"
         )
-    restore_training(saved, held.optimizer, run.config.learner.device)
+    restore_training(saved, held.optimizer, run.config.learner.device, held.policy.value_head)
     held.version, held.lineage, held.saved = saved.version, saved.lineage, saved.folder
     held.skipped_in_a_row, held.skipped = int(saved.progress["skipped_in_a_row"]), int(saved.progress["skipped"])
     logger.info("resumed=%s version=%d", saved.folder, saved.version)
@@ -217,6 +216,7 @@ def _save(run: Run, held: Held, sync: Callable[[], object]) -> Path:
         model=held.policy.model,
         tokenizer=held.tokenizer,
         optimizer=held.optimizer,
+        value_head=held.policy.value_head,
         settings=step_settings(run),
         progress={"skipped_in_a_row": held.skipped_in_a_row, "skipped": held.skipped},
         keep_last=run.config.learner.checkpoint.keep_last,

@@ -66,6 +66,8 @@ class Objective:
             raise ConfigError("learner.loss.old is mu and correction rules are set: the ratio to mu would count twice; use old: prox, or drop the rules")
         if loss.kl is None and (loss.kl_coef or loss.kl_is):
             raise ConfigError(f"learner.loss.kl_coef is {loss.kl_coef} and kl_is is {loss.kl_is} without learner.loss.kl: choose k1, k2, k3 or abs")
+        if loss.kl_in == "reward" and (loss.kl is None or loss.kl_is):
+            raise ConfigError(f"learner.loss.kl_in is reward with kl {loss.kl} and kl_is {loss.kl_is}: a term in the reward needs kl and takes no ratio")
 
     @property
     def _whole_batch_weight(self) -> bool:
@@ -134,7 +136,8 @@ class Objective:
             assert tokens.ref is not None
             ref = torch.where(a.mask, tokens.ref.detach().to(torch.float64), 0.0)
             kl = kl_estimate(config.kl, log_ratio(a.x, ref))
-            token_loss = token_loss + config.kl_coef * (kl * torch.exp(a.d_mu) if config.kl_is else kl)
+            if config.kl_in == "loss":
+                token_loss = token_loss + config.kl_coef * (kl * torch.exp(a.d_mu) if config.kl_is else kl)
         if config.mu_sq_coef:
             token_loss = token_loss + config.mu_sq_coef * a.d_mu**2
         bits = None if entropy is None else torch.where(a.mask, entropy.to(torch.float64), 0.0)

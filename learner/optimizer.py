@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..configs.learner_schema import Learner
 from ..configs.learner_schema import Optimizer as OptimizerConfig
+
+if TYPE_CHECKING:
+    from .policy import Policy
 
 
 def learning_rate(config: OptimizerConfig, version: int, versions: int) -> float:
@@ -44,18 +48,36 @@ def adamw(
     return torch.optim.AdamW(groups, lr=rate, betas=betas, eps=eps, fused=True)
 
 
-def optimizer_of(model: Any, settings: OptimizerConfig) -> torch.optim.AdamW:
-    """The optimiser of a policy's ``model`` under ``settings``."""
-    layers: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
+def optimizer_of(policy: Policy, learner: Learner) -> torch.optim.AdamW:
+    """The optimiser of ``policy`` under ``learner.optimizer``, and of its value head under ``learner.value``."""
+    settings = learner.optimizer
+    layers: list[Any] = [policy.model.get_input_embeddings(), policy.model.get_output_embeddings()]
     embeddings = [layer.weight for layer in layers if layer is not None]
-    named: Iterable[tuple[str, torch.nn.Parameter]] = model.named_parameters()
-    return adamw(named, embeddings, rate=settings.learning_rate, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay)
+    named: Iterable[tuple[str, torch.nn.Parameter]] = policy.model.named_parameters()
+    optimizer = adamw(named, embeddings, rate=settings.learning_rate, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay)
+    if policy.value_head is not None and learner.value is not None:
+        add_value_head(optimizer, policy.value_head, learner.value.learning_rate / settings.learning_rate)
+    return optimizer
+
+
+def add_value_head(optimizer: torch.optim.Optimizer, head: torch.nn.Module, share: float) -> None:
+    """Adds the parameters of a value head as a group of their own, without decay, whose rate is always ``share`` times that of the policy."""
+    optimizer.add_param_group({"params": list(head.parameters()), "weight_decay": 0.0, "share": share})
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
+    """The policy's parameters, and those of a value head."""
+    policy: list[torch.nn.Parameter] = []
+    value: list[torch.nn.Parameter] = []
+    for group in optimizer.param_groups:
+        (value if "share" in group else policy).extend(group["params"])
+    return policy, value
 
 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Sets the learning rate of every group."""
+    """Sets the learning rate of the policy, and that of a value head with it."""
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = rate * group.get("share", 1.0)
 
 
 def clip(parameters: Sequence[torch.nn.Parameter], max_norm: float) -> float:

@@ -16,10 +16,11 @@ import numpy.typing as npt
 from ..buffer.shaping import shape_rewards
 from ..configs.learner_schema import Advantage, Loss
 from ..errors import DataRefused
-from .advantages import compute_advantages
+from .advantages import compute_advantages, refuse_non_finite
 from .aggregation import row_weights
 from .masks import as_mask
 from .staleness import Level, Staleness, drop_stale
+from .token_advantages import token_mode
 
 Bool = npt.NDArray[np.bool_]
 Float64 = npt.NDArray[np.float64]
@@ -66,7 +67,8 @@ class Rows:
 class Plan:
     """What one step trains on.
 
-    * ``advantages [N]``, ``degenerate [N]``: per trajectory, before filters. ``shaped_rewards [N]``: after overlong shaping.
+    * ``advantages [N]``, ``degenerate [N]``: per trajectory, before filters; 0 where a mode per token decides later (:mod:`.credit`).
+      ``shaped_rewards [N]``: after overlong shaping.
     * ``mask [P]``: tokens that train, after all filters. ``row_counts [B]``: how many of them each row has; rows with 0 need no forward pass.
     * ``row_advantage [B]``, ``row_weight [B]``: what every active token of a row gets as ``adv`` and as ``agg`` (``a``).
     * ``staleness``: of the tokens left before the staleness filter; None without versions.
@@ -109,7 +111,11 @@ def plan(rows: Rows, loss: Loss, advantage: Advantage, degenerate: Literal["keep
     shaped = rows.rewards.astype(np.float64)
     if advantage.overlong is not None:
         shaped = shape_rewards(shaped, lengths, advantage.overlong)
-    advantages, flagged = compute_advantages(shaped, rows.groups, advantage, included=included, lengths=lengths, names=rows.names)
+    if token_mode(advantage.mode) is None:
+        advantages, flagged = compute_advantages(shaped, rows.groups, advantage, included=included, lengths=lengths, names=rows.names)
+    else:  # values are the baseline, not the group: no group is degenerate
+        refuse_non_finite("reward", shaped, included, rows.names)
+        advantages, flagged = np.zeros(num), ~included
 
     leaves = withheld | ~included
     if advantage.truncated != "keep":

@@ -9,17 +9,18 @@ states and output matrix give; models that do more to their logits (soft-capping
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
-from ..configs.learner_schema import PolicySettings
+from ..configs.learner_schema import Learner, PolicySettings
 from ..errors import ConfigError
 from .attention import install, layout_of
 from .collate import MicroBatch
 from .compute import ComputeDtype, autocast, checkpoint_activations, keep_float32
 from .logprobs import token_logprobs
+from .value import ValueHead
 
 if TYPE_CHECKING:
     from ..models import PreTrainedModel
@@ -30,14 +31,33 @@ _TOLERANCE = 1e-3
 """Of the start-up probe, relative to the largest value: far above float32 noise, far below what another token's influence leaves."""
 
 
+class Scores(NamedTuple):
+    """Of one micro-batch: log-probability of each target and entropy of what it was drawn from, ``[N] float32``.
+
+    From a policy with a value head also ``values [N]`` of the states the targets were drawn in, and ``after [K]`` of those behind ``MicroBatch.after``.
+    """
+
+    logprobs: torch.Tensor
+    entropy: torch.Tensor
+    values: torch.Tensor | None = None
+    after: torch.Tensor | None = None
+
+
 class Policy:
     """A causal language model that scores packed micro-batches, computing as ``settings`` say (:mod:`rollstream.learner.compute`).
 
-    Raises :class:`ConfigError` where the model cannot be packed, or its activations cannot be checkpointed.
+    With ``value_head`` it says what states are worth, too. Raises :class:`ConfigError` where the model cannot be packed, or its activations cannot be
+    checkpointed.
     """
 
-    def __init__(self, model: PreTrainedModel, settings: PolicySettings = PolicySettings()) -> None:  # noqa: B008 - frozen
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        settings: PolicySettings = PolicySettings(),  # noqa: B008 - frozen
+        value_head: ValueHead | None = None,
+    ) -> None:
         self.model: Any = model
+        self.value_head = value_head
         self._dtype: ComputeDtype = settings.compute_dtype
         model.eval()  # no dropout: the ratio on fresh data has to be 1
         model.config.use_cache = False
@@ -55,21 +75,48 @@ class Policy:
         if settings.activation_checkpointing:
             checkpoint_activations(model)
 
+    def score(self, batch: MicroBatch, temperature: float, *, values_alone: bool = False) -> Scores:
+        """Everything there is to say about ``batch`` at ``temperature``, with gradients; with ``values_alone`` nothing but the value head has any."""
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not values_alone):
+            x, entropy, hidden = self._forward(batch, temperature)
+        if self.value_head is None:
+            return Scores(x, entropy)
+        return Scores(x, entropy, self.value_head(hidden.index_select(0, batch.source)), self.value_head(hidden.index_select(0, batch.after)))
+
     def logprobs(self, batch: MicroBatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
         """``(x, entropy)``, each ``[N] float32`` with gradient: log-probability of each target at ``temperature``, and entropy of what it was drawn from."""
+        return self._forward(batch, temperature)[:2]
+
+    def _forward(self, batch: MicroBatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """``x [N]``, ``entropy [N]`` and the body's hidden states ``[Q, H]``."""
         inputs = _inputs(batch)
         if self.full_logits:
-            with autocast(self.device, self._dtype):
-                logits = self.model(**inputs).logits[0]
+            seen: list[torch.Tensor] = []
+            hook = self.model.base_model.register_forward_hook(lambda _module, _arguments, output: seen.append(output.last_hidden_state[0]))
+            try:
+                with autocast(self.device, self._dtype):
+                    logits = self.model(**inputs).logits[0]
+            finally:
+                hook.remove()
             logits = logits.index_select(0, batch.source).float() / temperature
             every = torch.log_softmax(logits, dim=-1)
-            return every.gather(1, batch.targets[:, None])[:, 0], -(every.exp() * every).sum(-1)
+            return every.gather(1, batch.targets[:, None])[:, 0], -(every.exp() * every).sum(-1), seen[0]
         with autocast(self.device, self._dtype):
-            hidden = self.model.base_model(**inputs).last_hidden_state[0].index_select(0, batch.source)
+            hidden = self.model.base_model(**inputs).last_hidden_state[0]
         head = self.model.get_output_embeddings()
-        x, entropy = token_logprobs(hidden, head.weight, batch.targets, temperature, want_entropy=True, bias=getattr(head, "bias", None))
+        scored = hidden.index_select(0, batch.source)
+        x, entropy = token_logprobs(scored, head.weight, batch.targets, temperature, want_entropy=True, bias=getattr(head, "bias", None))
         assert entropy is not None
-        return x, entropy
+        return x, entropy, hidden
+
+
+def policy_of(model: PreTrainedModel, learner: Learner) -> Policy:
+    """The policy that learns under ``learner``, with the value head it asks for.
+
+    Raises :class:`ConfigError` as :class:`Policy` does.
+    """
+    head = None if learner.value is None else ValueHead(model.config.get_text_config().hidden_size, next(model.parameters()).device)
+    return Policy(model, learner.policy, head)
 
 
 def _inputs(batch: MicroBatch) -> dict[str, Any]:

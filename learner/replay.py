@@ -28,7 +28,7 @@ from .checkpoint import FIRST, Checkpoint, checkpoint_before, restore_training
 from .loop import reference_of
 from .metrics import data_figures, row_of
 from .optimizer import optimizer_of
-from .policy import Policy
+from .policy import Policy, policy_of
 from .publisher import digest_of
 from .step import Stepper
 from .tracker import as_written
@@ -39,7 +39,7 @@ ACCELERATOR_TOLERANCE = 1e-4
 DIGEST = "weights/digest"
 """Name of the figure that is the digest of the new weights."""
 
-_FOLLOWS = re.compile(r"(train|loss|optim)/(?!.*_s(_|$))|learner/padding_share$")
+_FOLLOWS = re.compile(r"(train|loss|optim|value)/(?!.*_s(_|$))|learner/padding_share$")
 _NO_ALARMS = Alarms(ess_warn=None, ess_stop=None, kl_warn=None, trust_masked_warn=None)
 
 Figure = float | int | str
@@ -108,7 +108,7 @@ def _train(stepper: Stepper, batch: Batch, skipped: int) -> tuple[dict[str, floa
     """Takes the step of ``batch``: its row as the run would write it, and whether the weights changed. ``skipped`` versions were before it."""
     work = stepper.prepare(batch)
     done = train_batch(stepper, work, batch.version, _NO_ALARMS, lambda: None)
-    return row_of(data_figures(batch, work, stepper.config.envs), done, skipped=skipped + (not done.update.stepped), seconds={}), done.update.stepped
+    return row_of(data_figures(batch, work), done, skipped=skipped + (not done.update.stepped), seconds={}), done.update.stepped
 
 
 def _figures(row: Mapping[str, Any]) -> dict[str, Figure]:
@@ -142,9 +142,9 @@ def _stepper_at(run: Run, saved: Checkpoint) -> Stepper:
     config = run.config.learner
     try:
         model = models.load_policy(saved.model_folder, device=config.device)
-        policy = Policy(model, config.policy)
-        optimizer = optimizer_of(model, config.optimizer)
-        restore_training(saved, optimizer, config.device)
+        policy = policy_of(model, config)
+        optimizer = optimizer_of(policy, config)
+        restore_training(saved, optimizer, config.device, policy.value_head)
     except OSError as error:
         if saved.folder.exists():
             raise

@@ -1,6 +1,7 @@
 """Token-level advantages over padded rows ``[B, T]``: whitening, GAE, V-trace, and the KL penalty inside the reward. NumPy float64.
 
 All walk the active tokens of a row only: the value of the next active token is the bootstrap, masked positions are skipped, never read, and 0 in every output.
+:mod:`.credit` calls them in training, with one row per trajectory.
 """
 
 from __future__ import annotations
@@ -123,11 +124,18 @@ def kl_reward(rewards: Float64, prox: Float64, ref: Float64, mask: Bool, *, coef
     some = mask.any(axis=1)
     last = mask.shape[1] - 1 - np.argmax(mask[:, ::-1], axis=1) if mask.shape[1] else np.zeros(len(mask), np.int64)
     token_rewards[some, last[some]] += rewards[some]
+    returns = returns_to_go(token_rewards, mask, gamma=gamma)
+    return KlReward(token_rewards, returns, whiten(returns, mask))
+
+
+def returns_to_go(rewards: Float64, mask: Bool, *, gamma: float) -> Float64:
+    """G_t = r_t + gamma G_{t+1} over the active tokens of each row, ``[B, T]``; nothing follows the last one."""
+    rewards = _clean(rewards, mask, "reward")
     returns, running = np.zeros(mask.shape), np.zeros(len(mask))
     for t in reversed(range(mask.shape[1])):
-        running = np.where(mask[:, t], token_rewards[:, t] + gamma * running, running)
+        running = np.where(mask[:, t], rewards[:, t] + gamma * running, running)
         returns[:, t] = np.where(mask[:, t], running, 0.0)
-    return KlReward(token_rewards, returns, whiten(returns, mask))
+    return returns
 
 
 def _bootstrap(values: Float64 | None, num_rows: int) -> Float64:

@@ -12,29 +12,34 @@ import torch
 
 from ..buffer.types import Batch
 from ..configs.schema import Config
+from ..errors import ConfigError
 from .collate import Flat, MicroBatch, flatten, pack
 from .objective import Objective, Stats, Tokens
-from .optimizer import clip, learning_rate, set_rate
+from .optimizer import clip, learning_rate, parameters_of, set_rate
 from .plan import Plan, plan
 from .policy import Policy
+from .token_advantages import check_mode
+from .value import ValueStats, value_loss
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A batch ready to train: everything decided that data decide."""
+    """A batch ready to train: everything decided that data decide. With ``values_alone`` only the value head learns from it."""
 
     flat: Flat
     plan: Plan
     micro_batches: list[MicroBatch]
+    values_alone: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
     """What the backward passes left behind.
 
-    ``metrics`` are the objective's, with ``total`` (the loss), ``stats`` the sums they come from; ``num_tokens`` is what the model computed.
+    ``metrics`` are the objective's, with ``total`` (the loss), ``stats`` the sums they come from, ``value`` those of a value head; ``num_tokens`` is what
+    the model computed.
     """
 
     metrics: dict[str, float]
@@ -42,16 +47,18 @@ class Gradients:
     seconds: float
     skip: bool
     stats: Stats
+    value: ValueStats | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What the optimiser did. ``stepped`` is False where nothing trained or the gradient was not finite."""
+    """What the optimiser did. ``stepped`` is False where nothing trained or the gradient was not finite. ``value_grad_norm`` is that of a value head alone."""
 
     stepped: bool
     grad_norm: float
     learning_rate: float
     seconds: float
+    value_grad_norm: float = 0.0
 
 
 class Stepper:
@@ -63,7 +70,10 @@ class Stepper:
         self._objective = Objective(config.learner.loss)
         self.num_steps = 0
         """How often the optimiser has changed the weights."""
-        self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self._parameters, self._value_parameters = parameters_of(optimizer)
+        check_mode(config.learner)
+        if config.learner.value is not None and policy.value_head is None:
+            raise ConfigError("learner.value is set and this policy was built without a value head: start a new run with it")
 
     def prepare(self, batch: Batch) -> Work:
         """Advantages, filters, weights, micro-batches.
@@ -75,11 +85,12 @@ class Stepper:
         decided = plan(flat.rows, learner.loss, learner.advantage, self.config.buffer.degenerate)
         if decided.staleness is not None and decided.staleness.dropped_tokens:
             logger.warning("version=%d dropped_stale_tokens=%d bound=%d", batch.version, decided.staleness.dropped_tokens, self.config.buffer.max_lag)
-        return self.pack(flat, decided)
+        warming_up = learner.value is not None and batch.version <= learner.value.warmup_versions
+        return replace(self.pack(flat, decided, bootstraps=self.policy.value_head is not None), values_alone=warming_up)
 
-    def pack(self, flat: Flat, decided: Plan) -> Work:
-        """The micro-batches of what ``decided`` trains of ``flat``."""
-        return Work(flat, decided, pack(flat, decided, self.config.learner.tokens_per_micro_batch, self.policy.device))
+    def pack(self, flat: Flat, decided: Plan, *, bootstraps: bool = False) -> Work:
+        """The micro-batches of what ``decided`` trains of ``flat``; with ``bootstraps`` also fed what a value after a cut takes."""
+        return Work(flat, decided, pack(flat, decided, self.config.learner.tokens_per_micro_batch, self.policy.device, bootstraps=bootstraps))
 
     def differentiate(self, work: Work) -> Gradients:
         """Forward and backward over all micro-batches; gradients add up in the parameters. The sum does not depend on the split: every weight is global."""
@@ -89,31 +100,37 @@ class Stepper:
         every_tokens = [self._with_reference(batch, work.flat.temperature) for batch in work.micro_batches]
         if self._objective.needs_proximal_pass:
             every_tokens = self._with_batch_terms(work, every_tokens)
+        value: ValueStats | None = None
         for batch, tokens in zip(work.micro_batches, every_tokens, strict=True):
-            x, entropy = self.policy.logprobs(batch, work.flat.temperature)
-            loss, measured = self._objective(x, tokens, entropy)
+            scores = self.policy.score(batch, work.flat.temperature, values_alone=work.values_alone)
+            loss, measured = self._objective(scores.logprobs, tokens, scores.entropy)
+            stats = stats.merge(measured)
+            if scores.values is not None and tokens.targets is not None:
+                assert self.config.learner.value is not None
+                regression, part = value_loss(scores.values, tokens, self.config.learner.value.value_clip)
+                loss = loss + self.config.learner.value.coef * regression
+                value = part if value is None else value + part
             loss.backward()
             total += loss.detach()
-            stats = stats.merge(measured)
         metrics = {name: float(value) for name, value in stats.result().items()}
         if not work.plan.skip:
             metrics["total"] = float(total)
         num_tokens = sum(batch.num_tokens for batch in work.micro_batches)
-        return Gradients(metrics, num_tokens, time.perf_counter() - began, work.plan.skip, stats)
+        return Gradients(metrics, num_tokens, time.perf_counter() - began, work.plan.skip, stats, value)
 
     def update(self, version: int, gradients: Gradients) -> Update:
         """Clips and steps; a gradient that is not finite changes nothing, and nothing is left of it."""
         began = time.perf_counter()
         learner = self.config.learner
         rate = learning_rate(learner.optimizer, version, learner.versions)
-        norm = 0.0 if gradients.skip else clip(self._parameters, learner.optimizer.max_grad_norm)
-        stepped = not gradients.skip and math.isfinite(norm)
+        norm, value_norm = (0.0 if gradients.skip else clip(part, learner.optimizer.max_grad_norm) for part in (self._parameters, self._value_parameters))
+        stepped = not gradients.skip and math.isfinite(norm) and math.isfinite(value_norm)
         if stepped:
             set_rate(self.optimizer, rate)
             self.optimizer.step()
             self.num_steps += 1
         self.optimizer.zero_grad(set_to_none=True)
-        return Update(stepped, norm, rate, time.perf_counter() - began)
+        return Update(stepped, norm, rate, time.perf_counter() - began, value_norm)
 
     @torch.no_grad()
     def _with_reference(self, batch: MicroBatch, temperature: float) -> Tokens:

@@ -22,6 +22,7 @@ class Tokens:
 
     * ``row [P] int64`` in ``0 .. num_rows - 1``; ``mask [P] bool``; ``adv [P]`` advantage A; ``agg [P]`` weight a (read where ``mask``).
     * ``mu [P]`` recorded behaviour log-probability u; ``prox [P]`` proximal p; ``ref [P]`` reference q: None where there is none. All are frozen.
+    * ``targets [P]``, ``values [P]``: the returns a value head learns, and its values at the start of the batch; None: none learns.
     * ``weight``, ``hit``, ``trust`` ``[P]``: from :meth:`.objective.Objective.batch_terms`, for objectives that need the whole batch.
     * ``row_trajectory [num_rows] int64``: trajectory of each row, read by ``batch_terms`` with ``correction_unit: trajectory``; None: each row is its own.
     * ``names``: how an error calls each row; default its number.
@@ -35,6 +36,8 @@ class Tokens:
     mu: Tensor | None = None
     prox: Tensor | None = None
     ref: Tensor | None = None
+    targets: Tensor | None = None
+    values: Tensor | None = None
     weight: Tensor | None = None
     hit: Tensor | None = None
     trust: Tensor | None = None

@@ -1,7 +1,7 @@
 """Several optimiser updates per batch (``learner.updates``): mini-batches, epochs, and what stays fixed between them.
 
 One batch is one version, however many updates it takes: every token's lag is what it was when the batch was pulled. What has to be frozen is taken once,
-before a parameter changes: advantages and filters of the whole batch, proximal and reference log-probabilities. What belongs to one optimiser step is
+before a parameter changes (:mod:`.freeze`): advantages and filters of the whole batch, proximal and reference log-probabilities. What belongs to one step is
 counted per mini-batch: the denominators of its weights, and the terms that need all its tokens. Mini-batches are made of whole groups, dealt anew in each
 epoch by the run's seed, the version and the epoch, so that a resume deals the same. With one mini-batch and one epoch the batch is one step, and nothing
 is scored beforehand that the loss does not ask for.
@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from ..configs.learner_schema import Alarms, Updates
 from .alarms import check_alarms
+from .freeze import freeze
 from .objective import Stats
 from .plan import Plan, Rows, restrict
 from .step import Gradients, Stepper, Update, Work
@@ -30,7 +30,8 @@ class Trained:
 
     ``gradients`` merges their measurements, each token once per epoch; its loss is their mean. ``update.grad_norm`` is the mean of the norms.
     ``num_updates`` counts those that changed the weights, ``proximal_s`` is what dealing and freezing log-probabilities took, ``fence_s`` the wait
-    for ``before_change``, ``num_cells`` how many cells attention computed for the tokens (the difference is padding).
+    for ``before_change``, ``num_cells`` how many cells attention computed for the tokens (the difference is padding). ``metrics`` are those of the batch's
+    credit, by their full names.
     """
 
     gradients: Gradients
@@ -39,6 +40,7 @@ class Trained:
     proximal_s: float
     fence_s: float
     num_cells: int
+    metrics: dict[str, float]
 
 
 def train_batch(stepper: Stepper, work: Work, version: int, alarms: Alarms, before_change: Callable[[], None]) -> Trained:
@@ -48,7 +50,9 @@ def train_batch(stepper: Stepper, work: Work, version: int, alarms: Alarms, befo
     """
     settings = stepper.config.learner.updates
     began = time.perf_counter()
-    shares = [work] if settings.mini_batches * settings.epochs == 1 else split(stepper, work, (stepper.config.seed, version))
+    several = settings.mini_batches * settings.epochs > 1
+    frozen = freeze(stepper, work, several=several)
+    shares = [frozen.put(share) for share in (split(stepper, work, (stepper.config.seed, version)) if several else [work])]
     proximal_s = time.perf_counter() - began
     gradients: list[Gradients] = []
     updates: list[Update] = []
@@ -63,21 +67,14 @@ def train_batch(stepper: Stepper, work: Work, version: int, alarms: Alarms, befo
         updates.append(stepper.update(version, found))
     num_cells = sum(len(batch.layout.gather) for share in shares for batch in share.micro_batches)
     whole, update = _together(gradients, updates)
-    return Trained(whole, update, sum(update.stepped for update in updates), proximal_s, fence_s, num_cells)
+    return Trained(whole, update, sum(update.stepped for update in updates), proximal_s, fence_s, num_cells, frozen.metrics)
 
 
 def split(stepper: Stepper, work: Work, seed: tuple[int, int]) -> list[Work]:
-    """``work`` as one work per update: each has its own denominators, all have the log-probabilities of the weights the batch starts with."""
+    """``work`` as one work per update, each with its own denominators."""
     learner = stepper.config.learner
-    frozen = _frozen(stepper, work)
-    shares: list[Work] = []
-    for members in deal(work.flat.rows, work.plan, learner.updates, seed):
-        part = stepper.pack(work.flat, restrict(work.plan, work.flat.rows, members, learner.loss))
-        batches = [
-            replace(batch, tokens=replace(batch.tokens, **{name: values[batch.scored] for name, values in frozen.items()})) for batch in part.micro_batches
-        ]
-        shares.append(replace(part, micro_batches=batches))
-    return shares
+    parts = [restrict(work.plan, work.flat.rows, members, learner.loss) for members in deal(work.flat.rows, work.plan, learner.updates, seed)]
+    return [replace(stepper.pack(work.flat, part), values_alone=work.values_alone) for part in parts]
 
 
 def deal(rows: Rows, plan: Plan, updates: Updates, seed: tuple[int, int]) -> list[npt.NDArray[np.bool_]]:
@@ -96,19 +93,6 @@ def deal(rows: Rows, plan: Plan, updates: Updates, seed: tuple[int, int]) -> lis
     return shares
 
 
-@torch.no_grad()
-def _frozen(stepper: Stepper, work: Work) -> dict[str, torch.Tensor]:
-    """Proximal and reference log-probabilities by place in the flat batch, ``[P]``: those the loss reads, of the tokens that train."""
-    wanted = {"prox": stepper.policy} if stepper.config.learner.loss.old != "mu" else {}
-    if stepper.reference is not None:
-        wanted["ref"] = stepper.reference
-    frozen = {name: torch.zeros(len(work.flat.token_ids), device=stepper.policy.device) for name in wanted}
-    for batch in work.micro_batches:
-        for name, policy in wanted.items():
-            frozen[name][batch.scored] = policy.logprobs(batch, work.flat.temperature)[0].to(torch.float32)
-    return frozen
-
-
 def _together(gradients: list[Gradients], updates: list[Update]) -> tuple[Gradients, Update]:
     """Sums, counts and means over the updates; one update is itself."""
     if len(updates) == 1:
@@ -120,9 +104,11 @@ def _together(gradients: list[Gradients], updates: list[Update]) -> tuple[Gradie
     totals = [found.metrics["total"] for found in gradients if "total" in found.metrics]
     if totals:
         metrics["total"] = sum(totals) / len(totals)
+    values = [found.value for found in gradients if found.value is not None]
+    value = None if not values else replace(sum(values[1:], values[0]), loss=sum(one.loss for one in values) / len(values))
     whole = Gradients(
-        metrics, sum(found.num_tokens for found in gradients), sum(found.seconds for found in gradients), all(found.skip for found in gradients), stats
+        metrics, sum(found.num_tokens for found in gradients), sum(found.seconds for found in gradients), all(found.skip for found in gradients), stats, value
     )
-    norm = sum(update.grad_norm for update in updates) / len(updates)
-    update = Update(any(update.stepped for update in updates), norm, updates[0].learning_rate, sum(update.seconds for update in updates))
-    return whole, update
+    norm, value_norm = (sum(norms) / len(updates) for norms in zip(*((update.grad_norm, update.value_grad_norm) for update in updates), strict=True))
+    seconds = sum(update.seconds for update in updates)
+    return whole, Update(any(update.stepped for update in updates), norm, updates[0].learning_rate, seconds, value_norm)

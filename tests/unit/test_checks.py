@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import struct
 from pathlib import Path
 
@@ -37,16 +36,6 @@ def test_every_contradiction_is_told_at_once() -> None:
         assert key in str(caught.value)
 
 
-def test_an_endpoint_needs_an_address_and_a_port_that_exist() -> None:
-    for endpoint, said in (
-        ("tcp://10.0.0.999:5555", "10.0.0.999 is no address"),
-        ("tcp://[::1::]:5555", "is no address"),
-        ("tcp://0.0.0.0:99999", "port 99999"),
-    ):
-        with pytest.raises(ConfigError, match=re.escape(said)):
-            check_config(load_config("quickstart", [f"buffer.endpoint='{endpoint}'"]))
-
-
 def test_the_size_of_the_tiny_policy_is_that_of_the_model_that_is_built(tmp_path: Path) -> None:
     from rollstream.models import load_policy, prepare_model
 
@@ -74,4 +63,24 @@ def test_an_overlong_ramp_longer_than_its_end_is_refused() -> None:
 
 
 def test_groups_of_one_may_train_without_a_baseline() -> None:
-    check_config(load_config("quickstart", ["learner.group_size=1", "learner.advantage.mode=none"]))
+    check_config(load_config("quickstart", ["learner.group_size=1", "learner.advantage.mode=whiten", "buffer.degenerate=keep"]))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["learner.group_size=1", "learner.advantage.mode=none"], r"group_size 1 with learner\.advantage\.mode none.*use group_size >= 2"),
+        (["learner.advantage.mode=gae", "buffer.degenerate=keep"], r"mode gae needs values and learner\.value is null; add learner\.value: \{\}"),
+        (
+            ["learner.advantage.mode=gae", "learner.value={}", "buffer.degenerate=refill"],
+            r"buffer\.degenerate refill with learner\.advantage\.mode gae.*use buffer\.degenerate keep",
+        ),
+        (["learner.advantage.mode=grpo", "learner.value={}"], r"learner\.value is set and learner\.advantage\.mode grpo reads no values; leave it out"),
+        (["learner.advantage.mode=vtrace", "learner.value={}", "buffer.degenerate=keep"], r"kind dppo_tv with old mu.*count twice; use kind pg or ppo"),
+        (["learner.loss.kl_in=reward"], r"kl_in reward with kl null and kl_is false: it needs kl"),
+        (["learner.loss={kl: k1, kl_in: reward, kl_is: true}"], r"kl_in reward with kl k1 and kl_is true.*kl_is false"),
+    ],
+)
+def test_advantages_that_contradict_the_rest_are_refused_with_the_remedy(overrides: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check_config(load_config("quickstart", overrides))

@@ -31,7 +31,7 @@ def write(folder: Path, text: str) -> Path:
         ("model.kind=huge", ("model", "'huge'", "'tiny', 'folder'")),
         ("learner.preset=ppo2", ("learner.preset", "ppo2", "async, grpo")),
         ("name=../escape", ("name", "../escape")),
-        ("buffer.endpoint=tcp://gateway.example:5555", ("buffer.endpoint", "gateway.example")),
+        ("buffer.endpoint=tcp://0.0.0.0:5555", ("buffer.endpoint", "0.0.0.0")),
         ("depth", ("a.b=value",)),
         ("seed.deeper=1", ("seed", "not a section")),
     ],
@@ -85,7 +85,8 @@ def test_every_preset_resolves_to_its_own_loss_and_reads_back_as_itself(tmp_path
     presets = get_args(Learner.model_fields["preset"].annotation)
     resolved = {preset: load_config("quickstart", [f"learner.preset={preset}"]) for preset in presets}
     assert {preset: config.learner.loss.kind for preset, config in resolved.items()} == {
-        "async": "dppo_tv", "grpo": "ppo", "gspo": "gspo", "cispo": "cispo", "dr_grpo": "ppo", "dapo": "ppo",
+        "async": "dppo_tv", "grpo": "ppo", "gspo": "gspo", "cispo": "cispo", "dr_grpo": "ppo", "dapo": "ppo", "ppo": "ppo",
+        "impala": "pg",
     }  # fmt: skip
     assert len({dump_config(config) for config in resolved.values()}) == len(presets)
     for config in resolved.values():

@@ -22,10 +22,11 @@ from rollstream.configs.checks import check_config
 from rollstream.configs.loader import load_config
 from rollstream.envs import registry
 from rollstream.envs.messages import assistant_call
-from rollstream.learner import advantages, aggregation, corrections
+from rollstream.learner import advantages, aggregation, corrections, token_advantages
 from rollstream.learner.losses import registry as losses
 from rollstream.learner.objective import Objective, Tokens
 from rollstream.learner.plan import Rows, plan
+from rollstream.learner.token_advantages import TokenScores
 from rollstream.run import check_env
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,7 +44,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    for module, name in [(registry, "_registrations"), (losses, "_LOSSES"), (advantages, "_MODES"), (aggregation, "_MODES")]:
+    for module, name in [(registry, "_registrations"), (losses, "_LOSSES"), (advantages, "_MODES"), (aggregation, "_MODES"), (token_advantages, "_MODES")]:
         monkeypatch.setattr(module, name, dict(getattr(module, name)))
     for name in ("_LEVELS", "_MODES"):
         monkeypatch.setattr(corrections, name, dict(getattr(corrections, name)))
@@ -100,6 +101,15 @@ def test_maths_registered_from_outside_is_used_by_name(here: Path) -> None:
     step = plan(rows, learner.loss, learner.advantage, "keep")
     assert step.advantages.tolist() == [1.0, -1.0]
     assert step.row_weight.tolist() == [0.5, 0.25]
+
+    scores = TokenScores(
+        rewards=np.array([[0.0, 1.0, 0.0], [2.0, 0.0, 0.0]]), mask=np.array([[True, True, True], [True, False, False]]), mu=np.zeros((2, 3)),
+        prox=np.zeros((2, 3)), values=np.array([[0.5, 0.25, 0.125], [1.0, 0.0, 0.0]]), bootstrap=np.zeros(2), config=learner.advantage,
+    )  # fmt: skip
+    entry = token_advantages.token_mode("td")
+    assert entry is not None
+    assert entry.needs_values
+    assert entry.function(scores).advantages.tolist() == [[-0.25, 0.875, -0.125], [1.0, 0.0, 0.0]]
 
     row = torch.tensor([0, 1, 1, 1, 1])
     adv, agg = torch.as_tensor(step.row_advantage)[row], torch.as_tensor(step.row_weight)[row]
