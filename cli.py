@@ -330,17 +330,28 @@ def learner(run: RunArgument, name: IdOption = None, supervised: SupervisedOptio
 
 
 @app.command()
-def actor(run: RunArgument, name: IdOption = None, supervised: SupervisedOption = False, debug: DebugOption = False) -> int:
+def actor(
+    run: RunArgument,
+    name: IdOption = None,
+    endpoint: Annotated[str | None, typer.Option(metavar="tcp://HOST:PORT", help="Where the buffer is reached from here.", show_default=False)] = None,
+    keys: Annotated[Path | None, typer.Option(metavar="FILE", help="A copy of the run's keys/client.json.", show_default=False)] = None,
+    supervised: SupervisedOption = False,
+    debug: DebugOption = False,
+) -> int:
     """Run one more actor of a run by hand.
 
+    On another machine, RUN is a copy of the run's folder; --endpoint and --keys say how the buffer is reached from there.
+
     \b
-    Example:
+    Examples:
       rollstream actor runs/quickstart --id actor-extra
+      rollstream actor runs/far --endpoint tcp://10.0.0.5:5600 --keys client.json
     """
     from .roles import run_role
 
     del debug
-    return run_role("actor", run, name or f"actor-{socket.gethostname().partition('.')[0]}-{os.getpid()}", supervised=supervised)
+    name = name or f"actor-{socket.gethostname().partition('.')[0]}-{os.getpid()}"
+    return run_role("actor", run, name, supervised=supervised, address=endpoint, keys=keys)
 
 
 @app.command(hidden=True)

@@ -6,6 +6,7 @@ Only :func:`run_role` loads what a role needs.
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import json
 import logging
 import os
@@ -31,18 +32,23 @@ ORPHANED_BUFFER_S = 8.0
 """How long a buffer without a supervisor goes on serving, so that the others can leave in order."""
 
 _logger = logging.getLogger(__name__)
+_ADDRESS = re.compile(r"tcp://([\w.-]+|\[[\da-fA-F:.]+\]):\d{1,5}")
 _PEER_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
-def run_role(role: RoleName, folder: Path, name: str, *, supervised: bool) -> int:
+def run_role(role: RoleName, folder: Path, name: str, *, supervised: bool, address: str | None = None, keys: Path | None = None) -> int:
     """Runs one role of the run in ``folder`` until its work is done or somebody stops it.
+
+    ``address`` and ``keys`` are for a machine that reaches the buffer from outside: where, and with which copy of the run's client keys.
 
     ``name`` labels the process in logs and to the buffer. SIGTERM, SIGINT and, when ``supervised``, the end of standard input set the stop event
     that the role's loop watches; a second SIGINT ends it at once. Raises what the role raised, after recording it for the supervisor.
     """
     if not _PEER_ID.fullmatch(name):
         raise ConfigError(f"--id {name!r} must be 1 to 64 letters, digits, '.', '_' or '-', such as actor-1")
-    run = load_run(folder)
+    if address is not None and not _ADDRESS.fullmatch(address):
+        raise ConfigError(f"--endpoint {address} must be tcp://HOST:PORT, where the buffer of the run is reached from here")
+    run = dataclasses.replace(load_run(folder), address=address, keys=keys)
     stop = threading.Event()
     _stop_on_signals(stop)
     _log_to_stderr(name)

@@ -64,12 +64,21 @@ def check(config: Config, *, resume: bool = False) -> tuple[Path, list[str]]:
 
 
 def check_env(config: Config) -> list[str]:
-    """Makes the environment and tries it out: a plain turn, a call of each tool. Returns notices.
+    """Makes each environment and tries it out: a plain turn, a call of each tool. Returns notices.
 
-    Raises :class:`UnknownEnv`, or :class:`ConfigError` for whatever its code does wrong, arguments it does not take, a warm-up it cannot demonstrate.
+    Raises :class:`UnknownEnv`, or :class:`ConfigError` for whatever its code does wrong, arguments it does not take, a warm-up nobody can demonstrate.
     """
     registry.load_imports(config.imports)
-    return try_out(config.env.id, config.env.kwargs, demonstrates=config.warmup is not None)
+    notices: list[str] = []
+    several = len(config.envs) > 1
+    for env in config.envs:
+        notices += try_out(env.id, env.kwargs, demonstrates=config.warmup is not None and not several)
+    if config.warmup is not None and several:
+        silent = [env.id for env in config.envs if not registry.demonstrates(env.id, **env.kwargs)]
+        if len(silent) == len(config.envs):
+            raise ConfigError(f"warmup: none of {', '.join(silent)} has demonstrations; write demonstrate(self, correct) in one of them, or leave warmup out")
+        notices += [f"{env_id}: has no demonstrations; the warm-up goes on the others alone" for env_id in silent]
+    return notices
 
 
 def check_learner(config: Config) -> None:

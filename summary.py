@@ -121,6 +121,18 @@ def audit_lines(report: AuditReport) -> Iterator[str]:
         removed = f", {report.num_removed:,} trajectories removed by retention (buffer.keep_gb)" if report.num_removed else ""
         yield f"sealed       {_plural(report.num_sealed, 'segment')}{removed}"
     yield f"lag          at most {report.max_lag_trained} trained, {report.lag_bound} allowed; {report.num_age_drops:,} trajectories withheld for age"
+    for env_id, cursor in report.cursors.items():
+        share = (
+            f" ({cursor.num_groups / report.num_leased:.1%} of all, its weight says {cursor.share:.1%})"
+            if len(report.cursors) > 1 and report.num_leased
+            else ""
+        )
+        epoch = (
+            ""
+            if cursor.num_tasks is None
+            else f", task {cursor.num_groups % cursor.num_tasks:,} of {cursor.num_tasks:,} in epoch {cursor.num_groups // cursor.num_tasks}"
+        )
+        yield f"tasks        {env_id}: {_plural(cursor.num_groups, 'group')}{share.replace('%', ' %')}{epoch}"
     for env_id, bias in report.bias.items():
         yield f"{env_id}: trained {bias.num_trained:,} of {bias.num_leased:,} trajectories; means of the trained and of all:"
         pairs = (
@@ -129,6 +141,8 @@ def audit_lines(report: AuditReport) -> Iterator[str]:
             ("success", bias.trained_success_mean, bias.leased_success_mean),
         )
         yield "             " + "   ".join(f"{name} {trained:.3f} {played:.3f}" for name, trained, played in pairs if not math.isnan(played))
+    if report.refused:
+        yield f"refused      {', '.join(f'{code} {count:,}' for code, count in report.refused.items())}"
     if report.unrecorded_bytes:
         yield f"unrecorded   {report.unrecorded_bytes:,} bytes behind the last acknowledged append, as a live or a killed buffer leaves them"
     for problem in report.problems:
@@ -259,7 +273,7 @@ def draw_png(run: Run, rows: Sequence[Row]) -> Path:
         upper.annotate(f"success ≥ {THRESHOLD} at {row['version']}", (int(row["version"]), THRESHOLD), (6, -14), textcoords="offset points", color="grey")
     upper.set_ylabel("success, reward")
     upper.legend(loc="lower right", frameon=False)
-    upper.set_title(f"{run.config.name}: {run.config.env.id}, seed {run.config.seed}")
+    upper.set_title(f"{run.config.name}: {', '.join(env.id for env in run.config.envs)}, seed {run.config.seed}")
     for name, metric, colour in (("max", "train/lag_max", "tab:red"), ("mean", "train/lag_mean", "tab:orange")):
         held = [row for row in rows if row.get(metric) is not None]
         lower.plot([int(row["version"]) for row in held], [float(row[metric]) for row in held], color=colour, linewidth=1, label=f"lag, {name}")

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 
 from .buffer.client import SupervisorClient
+from .buffer.curve import client_keys, prepare_keys
 from .buffer.weights import remove_weights
 from .buffer.wire import StatusReply
 from .configs.run_folder import Run
@@ -90,7 +91,8 @@ class Supervisor:
         self._run, self._launcher, self._view = run, launcher, view
         self._processes: Sequence[Process] = ()
         self._restarts = {role.name: Restarts() for role in roles_of(run.config)}
-        self._client = SupervisorClient(run.endpoint, run.run_id)
+        prepare_keys(run)
+        self._client = SupervisorClient(run.endpoint, run.run_id, keys=client_keys(run))
         self._signals: list[int] = []
         self._started_at = time.monotonic()
         self._viewed_at = float("-inf")

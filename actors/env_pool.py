@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from ..envs import registry
 from ..envs.blame import name_and_text, user_line
+from ..errors import EnvError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from ..envs.chat import ChatEnv
 
 
@@ -17,10 +20,9 @@ logger = logging.getLogger(__name__)
 
 
 class EnvPool:
-    """Idle environments by id. ``kwargs`` go to the constructor of ``env_id``; other ids are made as they were registered."""
+    """Idle environments by id. ``kwargs`` holds arguments of their constructors, by id; an id that it does not name is made as it was registered."""
 
-    def __init__(self, env_id: str, kwargs: dict[str, Any]) -> None:
-        self._env_id = env_id
+    def __init__(self, kwargs: Mapping[str, Mapping[str, Any]]) -> None:
         self._kwargs = kwargs
         self._idle: dict[str, list[ChatEnv]] = {}
         self._told: set[str] = set()
@@ -28,7 +30,21 @@ class EnvPool:
     def take(self, env_id: str) -> ChatEnv:
         """An environment nobody else uses. Raises what :func:`rollstream.envs.registry.make` raises."""
         idle = self._idle.get(env_id)
-        return idle.pop() if idle else registry.make(env_id, **(self._kwargs if env_id == self._env_id else {}))
+        return idle.pop() if idle else registry.make(env_id, **self._kwargs.get(env_id, {}))
+
+    def num_tasks(self) -> dict[str, int]:
+        """How many tasks each environment has, of those with a finite set. One that cannot be made now is left out: its first episode will say why."""
+        known: dict[str, int] = {}
+        for env_id in self._kwargs:
+            try:
+                env = self.take(env_id)
+            except EnvError as error:
+                logger.warning("env=%s num_tasks=unknown error=%s", env_id, json.dumps(str(error)))
+                continue
+            self.give_back(env, env_id)
+            if env.num_tasks is not None:
+                known[env_id] = int(env.num_tasks)
+        return known
 
     def give_back(self, env: ChatEnv, env_id: str) -> None:
         """Keeps an environment for the next episode. One whose episode failed is closed instead: who knows what it holds."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..buffer.channels import subscribe_to
 from ..buffer.client import ActorClient
+from ..buffer.curve import client_keys
 from ..configs.schema import ScriptedSampler as ScriptedConfig
 from ..configs.schema import TinyModel
 from ..envs import registry
@@ -46,7 +47,8 @@ def act(run: Run, actor_id: str, stop: threading.Event) -> None:
     often (:class:`EnvError`), a buffer that is gone (:class:`DeadlineExceeded`). Leases go back to the buffer in every case.
     """
     registry.load_imports(run.config.imports)
-    registry.spec_of(run.config.env.id)
+    for env in run.config.envs:
+        registry.spec_of(env.id)
     sampler, renderers = build_sampler(run)
     asyncio.run(_Actor(run, actor_id, sampler, renderers).run(stop))
 
@@ -86,10 +88,10 @@ class _Actor:
         self.settings = run.config.actors
         self.group_size = run.config.learner.group_size
         self.sampler = sampler
-        self.envs = EnvPool(run.config.env.id, run.config.env.kwargs)
+        self.envs = EnvPool({env.id: env.kwargs for env in run.config.envs})
         self.player = Player(sampler, renderers, self.envs, self.settings, run.config.seed, actor_id)
         self.invalid = InvalidShare(self.settings.max_invalid_share)
-        self.client = ActorClient(run.endpoint, run.run_id, actor_id)
+        self.client = ActorClient(run.endpoint, run.run_id, actor_id, tasks=self.envs.num_tasks(), keys=client_keys(run))
         self.reader = subscribe_to(run, actor_id)
         self.loaded = asyncio.Condition()
         self.slots = asyncio.Semaphore(self.settings.slots)

@@ -1,7 +1,8 @@
 """How an actor speaks to the buffer: leases in, finished trajectories out, on one asyncio loop.
 
-Three background tasks: *receive* hands answers to whoever waits for them, *send* coalesces finished trajectories into appends, *beat* keeps the leases alive
-and says again what was not answered. They live in a task group: the first that fails ends the ``async with`` block with its own error.
+Four background tasks: *receive* hands answers to whoever waits for them, *send* coalesces finished trajectories into appends, *beat* keeps the leases alive
+and says again what was not answered, *door* hears of keys that were refused. They live in a task group: the first that fails ends the ``async with`` block
+with its own error.
 """
 
 # pyarrow ships no types
@@ -16,6 +17,7 @@ import logging
 import time
 import uuid
 from collections import Counter, deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -25,9 +27,10 @@ import pyarrow as pa
 import zmq
 import zmq.asyncio
 
-from ..errors import DataRefused, DeadlineExceeded, Refused
+from ..errors import ConfigError, DataRefused, DeadlineExceeded, Refused
 from . import wire
 from .columns import SCHEMA_VERSION, encode, frame_checksum, to_frame
+from .curve import ClientKeys, Door
 from .types import Trajectory
 
 logger = logging.getLogger(__name__)
@@ -66,18 +69,23 @@ class ActorClient:
     """The actor's side of the stream; ``async with ActorClient(...) as client``.
 
     ``stop_reason`` is the buffer's once it said Stop. At most 32 MB are unacknowledged at once: further appends wait. ``silent_s``: how long the buffer may
-    be silent (dead, restarting) before the client gives up.
+    be silent (dead, restarting) before the client gives up. ``tasks``: how many tasks environments have, where their number is finite.
 
     Raises (out of the ``async with`` block):
         DeadlineExceeded: the buffer was silent.
-        Refused: wrong run, protocol or schema.
+        Refused: wrong run, protocol, schema or keys.
+        ConfigError: another number of tasks than the run counts.
     """
 
-    def __init__(self, endpoint: str, run_id: str, peer_id: str, *, silent_s: float = 30.0) -> None:
+    def __init__(
+        self, endpoint: str, run_id: str, peer_id: str, *, tasks: Mapping[str, int] | None = None, silent_s: float = 30.0, keys: ClientKeys | None = None
+    ) -> None:
         self.stop_reason: str | None = None
+        self._keys = keys
         self._endpoint = endpoint
         self._run_id = run_id
         self._peer_id = peer_id
+        self._tasks_known = dict(tasks or {})
         self._silent_s = silent_s
         self._incarnation = uuid.uuid4().hex
         self._request_ids = itertools.count(1)
@@ -106,11 +114,12 @@ class ActorClient:
         self._socket.setsockopt(zmq.LINGER, 200)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
         self._socket.setsockopt(zmq.SNDHWM, 0)  # bounded by _MAX_UNACKNOWLEDGED_BYTES
+        self._door = Door(self._socket, self._endpoint, self._keys)
         self._socket.connect(self._endpoint)
         self._silent_beats = 0
         self._tasks = asyncio.TaskGroup()
         await self._tasks.__aenter__()
-        self._background = [self._tasks.create_task(work()) for work in (self._receive, self._send_finished, self._beat)]
+        self._background = [self._tasks.create_task(work()) for work in (self._receive, self._send_finished, self._beat, self._watch_door)]
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -123,6 +132,7 @@ class ActorClient:
         finally:
             with contextlib.suppress(zmq.ZMQError):
                 self._say(wire.Farewell())
+            self._door.close()
             self._socket.close()
             self._context.term()
 
@@ -254,7 +264,7 @@ class ActorClient:
         self._hello_id = next(self._request_ids)
         self._hello_at = time.monotonic()
         self._num_received = 0
-        self._say(wire.Hello("actor", self._peer_id, self._incarnation, SCHEMA_VERSION, holding=list(self._holding)), self._hello_id)
+        self._say(wire.Hello("actor", self._peer_id, self._incarnation, SCHEMA_VERSION, list(self._holding), tasks=self._tasks_known), self._hello_id)
 
     async def _receive(self) -> None:
         while True:
@@ -285,12 +295,18 @@ class ActorClient:
                     self._say_hello()
             case wire.Appended() | wire.Refused() if request_id in self._unacknowledged:
                 self._answered(request_id, message)
+            case wire.Refused(code="wrong_tasks"):
+                raise ConfigError(message.reason)
             case wire.Refused():
                 raise Refused(message.code, message.reason)
             case wire.Acknowledged() if request_id in self._released:
                 _resolve(self._released[request_id])
             case _:
                 pass
+
+    async def _watch_door(self) -> None:
+        while self._door.monitor is not None:
+            self._door.check(await self._door.monitor.recv_multipart())
 
     async def _beat(self) -> None:
         self._say_hello()

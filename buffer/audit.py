@@ -5,6 +5,7 @@ Reads only, also beside a live buffer (the ledger is read as of one moment; what
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ import numpy.typing as npt
 from ..errors import RunFolderError
 from .audit_log import Column, Rows, read_log
 from .audit_report import AuditReport, EnvBias, note
+from .audit_tasks import check_tasks
 from .ledger import Ledger
 from .tables import BatchRow
 
@@ -38,6 +40,7 @@ def audit(folder: Path) -> AuditReport:
             _close_books(ledger, report)
             members = list(ledger.rows("SELECT group_id, member, attempt, append_id FROM members ORDER BY group_id, member"))
             failed = _count_endings(ledger, report)
+            check_tasks(ledger, report)
             batches = list(ledger.batches(report.lineage, 1, 2**62))
             discarded = list(ledger.rows("SELECT group_id, member, attempt, append_id FROM discarded"))
             appends = list(ledger.locations())
@@ -59,6 +62,7 @@ def _close_books(ledger: Ledger, report: AuditReport) -> None:
     report.lineage, report.version = int(ledger.meta("lineage") or 0), int(ledger.meta("version") or 0)
     report.num_leased = ledger.num_groups()
     report.counts = {**dict.fromkeys(("open", "ready", "assigned", "trained", "dropped"), 0), **ledger.counts()}
+    report.refused = refusals(ledger)
     report.drop_reasons = dict(ledger.rows("SELECT reason, count(*) FROM groups WHERE state = 'dropped' GROUP BY reason"))
     states: dict[int, tuple[str, int | None]] = {
         group_id: (state, version) for group_id, state, version in ledger.rows("SELECT group_id, state, version FROM groups")
@@ -104,6 +108,12 @@ def _count_members(ledger: Ledger, report: AuditReport) -> None:
             for group_id, state, num_members, finished, missing, both in ledger.rows(query)
         ],
     )
+
+
+def refusals(ledger: Ledger) -> dict[str, int]:
+    """What the buffer refused over the whole run, by code."""
+    counters = json.loads(ledger.meta("counters") or "{}")
+    return {name.removeprefix("refused_"): count for name, count in sorted(counters.items()) if name.startswith("refused_")}
 
 
 def _count_endings(ledger: Ledger, report: AuditReport) -> Ints:

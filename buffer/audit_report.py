@@ -26,12 +26,23 @@ class EnvBias:
     trained_success_mean: float
 
 
+@dataclass(frozen=True, slots=True)
+class EnvCursor:
+    """How far one environment is: groups leased for it, the share its weight gives it, how many tasks it has (None where there is no end to them)."""
+
+    num_groups: int
+    share: float
+    num_tasks: int | None
+
+
 @dataclass(slots=True)
 class AuditReport:
     """What the audit found. ``counts`` are groups per state; ``num_trained`` and ``num_age_drops`` count trajectories (trained; withheld for age).
 
     ``failures`` counts failed trajectories per reason: they carry no training signal, so none counts as trained. ``endings`` counts the others by how they
     ended. ``repeated`` counts per reason the failed attempts that were played again; ``num_unplayed`` are members that groups were closed without.
+
+    ``refused`` counts what the buffer turned away, by code.
 
     ``problems`` is empty in a sound run. ``unrecorded_bytes`` lie behind what the ledger recorded: appends a live buffer is just making, or was making when it
     was killed; nobody was told they were stored. ``num_sealed`` segments are Parquet; ``num_removed`` trajectories lay in segments that retention removed, so
@@ -63,7 +74,9 @@ class AuditReport:
     failures: dict[str, int] = field(default_factory=dict[str, int])
     endings: dict[str, int] = field(default_factory=dict[str, int])
     duplicates: int = 0
+    refused: dict[str, int] = field(default_factory=dict[str, int])
     bias: dict[str, EnvBias] = field(default_factory=dict[str, EnvBias])
+    cursors: dict[str, EnvCursor] = field(default_factory=dict[str, EnvCursor])
 
 
 def note(report: AuditReport, problems: list[str]) -> None:

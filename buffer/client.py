@@ -22,6 +22,7 @@ from ..errors import Corrupt, DeadlineExceeded, Refused, StreamError
 from . import wire
 from .actor_client import ActorClient
 from .columns import SCHEMA_VERSION, aligned, decode, from_frame
+from .curve import ClientKeys, Context, Door
 from .types import Batch, Trajectory
 
 __all__ = ["ActorClient", "LearnerClient", "SupervisorClient"]
@@ -38,7 +39,9 @@ _decoder = msgspec.msgpack.Decoder(wire.Envelope[wire.ServerMessage])
 class Connection:
     """One DEALER socket and its requests; for one thread. ``hello`` makes the introduction, anew at each Hello."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, run_id: str, hello: Callable[[], wire.Hello], *, silent_s: float) -> None:
+    def __init__(
+        self, context: Context, endpoint: str, run_id: str, hello: Callable[[], wire.Hello], *, silent_s: float, keys: ClientKeys | None = None
+    ) -> None:
         self.stop_reason: str | None = None
         self._endpoint = endpoint
         self._run_id = run_id
@@ -49,6 +52,7 @@ class Connection:
         self._socket.setsockopt(zmq.LINGER, 200)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
         self._socket.setsockopt(zmq.SNDTIMEO, 0)
+        self._door = Door(self._socket, endpoint, keys)
         self._socket.connect(endpoint)
 
     def request(
@@ -60,7 +64,7 @@ class Connection:
 
         Raises:
             DeadlineExceeded: no answer for ``timeout_s`` (by default the connection's ``silent_s``).
-            Refused: the buffer refused it.
+            Refused: the buffer refused it, or this peer's keys.
 
         """
         patient = timeout_s is None
@@ -99,6 +103,8 @@ class Connection:
             logger.debug("event=send_queue_full endpoint=%s", self._endpoint)  # sent again soon
 
     def _receive(self, timeout_s: float) -> tuple[wire.Envelope[wire.ServerMessage], Sequence[zmq.Frame]] | None:
+        while self._door.monitor is not None and self._door.monitor.poll(0):
+            self._door.check(self._door.monitor.recv_multipart())
         if not self._socket.poll(max(1, int(timeout_s * 1000))):
             return None
         frames = self._socket.recv_multipart(copy=False)
@@ -110,14 +116,16 @@ class Connection:
     def close(self) -> None:
         """Says Farewell and closes the socket."""
         self._send(next(self._request_ids), wire.Farewell())
+        self._door.close()
         self._socket.close()
 
 
 class _Client:
     """A peer with one connection per calling thread; only that of the thread that said Hello speaks for the peer itself."""
 
-    def __init__(self, endpoint: str, run_id: str, role: wire.Role, peer_id: str, silent_s: float) -> None:
+    def __init__(self, endpoint: str, run_id: str, role: wire.Role, peer_id: str, silent_s: float, keys: ClientKeys | None) -> None:
         self._endpoint = endpoint
+        self._keys = keys
         self._run_id = run_id
         self._role: wire.Role = role
         self._peer_id = peer_id
@@ -149,7 +157,9 @@ class _Client:
         with self._lock:
             if thread not in self._connections:
                 index = len(self._connections)
-                self._connections[thread] = Connection(self._context, self._endpoint, self._run_id, lambda: self._introduction(index), silent_s=self._silent_s)
+                self._connections[thread] = Connection(
+                    self._context, self._endpoint, self._run_id, lambda: self._introduction(index), silent_s=self._silent_s, keys=self._keys
+                )
             return self._connections[thread]
 
     def _introduction(self, index: int) -> wire.Hello:
@@ -167,11 +177,13 @@ class LearnerClient(_Client):
     """The learner's side of the stream. May be used from several threads; :meth:`hello` comes first and names the main one.
 
     ``silent_s``: how long the buffer may be silent (dead, restarting) before a call gives up. Rank 0 of ``ranks`` speaks for the learner; the others only
-    pull the rows dealt to them.
+    pull the rows dealt to them. ``keys`` open a buffer that other machines can reach.
     """
 
-    def __init__(self, endpoint: str, run_id: str, peer_id: str = "learner", *, rank: int = 0, ranks: int = 1, silent_s: float = 30.0) -> None:
-        super().__init__(endpoint, run_id, "learner", peer_id, silent_s)
+    def __init__(
+        self, endpoint: str, run_id: str, peer_id: str = "learner", *, rank: int = 0, ranks: int = 1, silent_s: float = 30.0, keys: ClientKeys | None = None
+    ) -> None:
+        super().__init__(endpoint, run_id, "learner", peer_id, silent_s, keys)
         self._rank, self._ranks = rank, ranks
 
     def hello(self, version: int | None) -> wire.Welcome:
@@ -239,8 +251,8 @@ class LearnerClient(_Client):
 class SupervisorClient(_Client):
     """The supervisor's side: looks, and ends the run."""
 
-    def __init__(self, endpoint: str, run_id: str, peer_id: str = "supervisor") -> None:
-        super().__init__(endpoint, run_id, "supervisor", peer_id, silent_s=5.0)
+    def __init__(self, endpoint: str, run_id: str, peer_id: str = "supervisor", *, keys: ClientKeys | None = None) -> None:
+        super().__init__(endpoint, run_id, "supervisor", peer_id, 5.0, keys)
 
     def status(self, timeout_s: float) -> wire.StatusReply | None:
         """The buffer's numbers, None when it does not answer in time."""

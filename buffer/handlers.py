@@ -203,9 +203,14 @@ class Handlers:
 
     def _refuse(self, route: bytes, request_id: int, code: str, reason: str) -> None:
         if code != "unknown_peer":  # every client says Hello again after a restart: nothing is wrong
-            self.books.counters["refused"] += 1
+            self.count_refusal(code)
             logger.warning("event=refused code=%s reason=%r", code, reason)
         self._send(route, request_id, wire.Refused(msgspec.convert(code, wire.RefusalCode), reason))
+
+    def count_refusal(self, code: str) -> None:
+        """Counts what was refused, in all and by its code."""
+        self.books.counters["refused"] += 1
+        self.books.counters[f"refused_{code}"] += 1
 
     # --- peers ----------------------------------------------------------------------------------------------------------------------
 
@@ -214,6 +219,7 @@ class Handlers:
             raise Refused(
                 "wrong_schema", f"{hello.peer_id} writes schema version {hello.schema_version}, this buffer {SCHEMA_VERSION}; install the same version"
             )
+        self.books.tasks.announce(hello.tasks)
         if hello.role == "learner" and hello.version is not None:
             self.books.resume(hello.version)
         self.peers.hello(route, hello, now)

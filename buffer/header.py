@@ -35,10 +35,11 @@ class Entry(NamedTuple):
     temperature: float
     top_p: float
     top_k: int
+    env_id: str
     segments: list[tuple[int, list[tuple[int, int]]]]
 
 
-_OWN = ("reward", "status", "stop_reason", "env_metrics", "temperature", "top_p", "top_k")
+_OWN = ("reward", "status", "stop_reason", "env_metrics", "temperature", "top_p", "top_k", "env_id")
 
 
 def entries(batch: pa.RecordBatch) -> dict[Member, Entry]:

@@ -16,6 +16,7 @@ import numpy as np
 
 from .ledger import Ledger
 from .tables import GroupRow
+from .tasks import Tasks
 from .types import GroupState
 from .window import Group, Rules
 from .wire import FinishedMember, Lease
@@ -42,6 +43,7 @@ class Leases:
         self._held: dict[str, set[int]] = {}
         self._undated: list[int] = []
         self._deadlines: list[tuple[float, int]] = []
+        self.tasks = Tasks(ledger, rules.envs, rules.seed)
         for row in ledger.unassigned():
             self._load(row)
 
@@ -73,13 +75,14 @@ class Leases:
 
     def _admit(self) -> Group:
         group_id = self.num_leased
+        env_id, task_index = self.tasks.next()
         seed = int(np.random.SeedSequence([self.rules.seed, group_id]).generate_state(1)[0]) & 0x7FFFFFFF
         row = GroupRow(
             group_id=group_id,
             lineage=self.lineage,
             sequence=group_id,
-            env_id=self.rules.env_id,
-            task_index=group_id,
+            env_id=env_id,
+            task_index=task_index,
             seed=seed,
             num_members=self.rules.group_size,
             admit_version=self.version,

@@ -18,6 +18,7 @@ import zmq
 from ..configs.run_folder import Run
 from ..errors import ConfigError, DiskFull
 from .books import Books
+from .curve import Context, Gate, buffer_keys, prepare_keys
 from .handlers import Handlers
 from .ledger import Ledger
 from .log import Log
@@ -37,12 +38,13 @@ def serve(run: Run, stop: threading.Event) -> None:
     """Runs the buffer of ``run`` until ``stop`` is set, or until the supervisor told everybody to stop and they left.
 
     Raises:
-        ConfigError: the endpoint cannot be bound.
+        ConfigError: the endpoint cannot be bound, or its keys cannot be used.
         RunFolderError: another buffer serves this run, or the folder belongs to another run.
         StreamError: the disk is full, or the books do not close; nothing of that round was acknowledged.
 
     """
     rules = Rules.of(run.config)
+    prepare_keys(run)
     log = Log(run.stream_folder, segment_bytes=run.config.buffer.segment_mb * 2**20)
     try:
         ledger = Ledger(run.ledger_path, run.run_id)
@@ -53,22 +55,27 @@ def serve(run: Run, stop: threading.Event) -> None:
             if lost:
                 forget(ledger, lost)
             handlers = Handlers(run, Books(ledger, rules), log)
-            with zmq.Context() as context, _bound(context, run) as socket, Sealer(run, handlers.books, log) as sealer:
-                logger.info(
-                    "event=serving endpoint=%s run_id=%s leased=%d version=%d", run.endpoint, run.run_id, handlers.books.num_leased, handlers.books.version
-                )
+            with (
+                zmq.Context() as context,
+                _router(context) as socket,
+                Gate(context, socket, buffer_keys(run), handlers.count_refusal) as gate,
+                Sealer(run, handlers.books, log) as sealer,
+            ):
+                _bind(socket, run)
+                leased, version = handlers.books.num_leased, handlers.books.version
+                logger.info("event=serving endpoint=%s run_id=%s leased=%d version=%d", run.bind_endpoint, run.run_id, leased, version)
                 try:
-                    loop(socket, handlers, sealer, stop)
+                    loop(socket, handlers, sealer, gate, stop)
                 finally:
-                    if run.endpoint.startswith("ipc://"):
-                        Path(run.endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
+                    if run.bind_endpoint.startswith("ipc://"):
+                        Path(run.bind_endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
         finally:
             ledger.close()
     finally:
         log.close()
 
 
-def loop(socket: zmq.Socket[bytes], handlers: Handlers, sealer: Sealer, stop: threading.Event) -> None:
+def loop(socket: zmq.Socket[bytes], handlers: Handlers, sealer: Sealer, gate: Gate, stop: threading.Event) -> None:
     """Receive, record, answer.
 
     Consumes: messages of actors, learner and supervisor.
@@ -79,8 +86,13 @@ def loop(socket: zmq.Socket[bytes], handlers: Handlers, sealer: Sealer, stop: th
     One round drains what has arrived, up to a bound, and commits it together: one flush of the log, then one transaction. A round that finds the disk full is
     kept; nothing more is taken in and nothing of it answered until it is committed.
     """
+    poller = zmq.Poller()
+    for polled in (socket, *gate.sockets):
+        poller.register(polled, zmq.POLLIN)
     while not stop.is_set() and not handlers.everybody_left(time.monotonic(), _STOP_GRACE_S):
-        drained = not socket.poll(int(_POLL_S * 1000)) or _drain(socket, handlers)
+        found = dict(poller.poll(int(_POLL_S * 1000)))
+        gate.attend()
+        drained = socket not in found or _drain(socket, handlers)
         try:
             if handlers.hold is None:
                 handlers.tick(time.monotonic(), drained=drained)
@@ -135,23 +147,28 @@ def _drain(socket: zmq.Socket[bytes], handlers: Handlers) -> bool:
 # --- the socket ---------------------------------------------------------------------------------------------------------------------
 
 
-def _bound(context: zmq.Context[zmq.Socket[bytes]], run: Run) -> zmq.Socket[bytes]:
-    """The ROUTER socket at the run's endpoint."""
-    if run.endpoint.startswith("ipc://"):
-        _prepare_folder(run)
+def _router(context: Context) -> zmq.Socket[bytes]:
+    """The buffer's socket, not yet bound."""
     socket = context.socket(zmq.ROUTER)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     # never drop: what is queued per peer is bounded by its own requests, its credit, and the clients' limit on what is unacknowledged
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.LINGER, 1000)
-    try:
-        socket.bind(run.endpoint)
-    except zmq.ZMQError as error:
-        socket.close(0)
-        if error.errno == errno.EADDRINUSE:
-            raise ConfigError(f"buffer.endpoint {run.endpoint} is in use; set another port, or `ipc` to stay on this machine") from error
-        raise ConfigError(f"buffer.endpoint {run.endpoint} cannot be bound: {error}") from error
     return socket
+
+
+def _bind(socket: zmq.Socket[bytes], run: Run) -> None:
+    """Opens the run's endpoint."""
+    if run.bind_endpoint.startswith("ipc://"):
+        _prepare_folder(run)
+    if "[" in run.bind_endpoint:
+        socket.setsockopt(zmq.IPV6, 1)
+    try:
+        socket.bind(run.bind_endpoint)
+    except zmq.ZMQError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(f"buffer.endpoint {run.bind_endpoint} is in use; set another port, or `ipc` to stay on this machine") from error
+        raise ConfigError(f"buffer.endpoint {run.bind_endpoint} cannot be bound: {error}") from error
 
 
 def _prepare_folder(run: Run) -> None:

@@ -1,7 +1,8 @@
 """The tables of the ledger, and their rows as the code sees them.
 
 ``groups`` are leases and what became of them; ``members`` the attempts that won; ``failures`` attempts that are played again, with their reason; ``unplayed``
-members that a group was closed without, at its deadline; ``tasks`` how many tasks the environments with a finite set have.
+members that a group was closed without, at its deadline; ``tasks`` the environments with their weights, and from which of its leases on (``since``) how many
+tasks each has, null where there is no end to them.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ CREATE TABLE IF NOT EXISTS failures(
     group_id INTEGER NOT NULL, member INTEGER NOT NULL, attempt INTEGER NOT NULL, reason TEXT NOT NULL,
     PRIMARY KEY(group_id, member, attempt)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS unplayed(group_id INTEGER NOT NULL, member INTEGER NOT NULL, PRIMARY KEY(group_id, member)) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS tasks(env_id TEXT PRIMARY KEY, num_tasks INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS tasks(place INTEGER PRIMARY KEY, env_id TEXT NOT NULL, weight REAL NOT NULL, num_tasks INTEGER, since INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS appends(
     append_id INTEGER PRIMARY KEY, segment INTEGER NOT NULL, offset INTEGER NOT NULL, size_bytes INTEGER NOT NULL, checksum TEXT NOT NULL,
     num_rows INTEGER NOT NULL, num_trajectories INTEGER NOT NULL);

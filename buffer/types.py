@@ -150,6 +150,7 @@ class Header(msgspec.Struct, frozen=True):
     temperatures: list[float]
     top_ps: list[float]
     top_ks: list[int]
+    env_ids: list[str]
     segment_counts: list[int]
     segment_tokens: list[int]
     run_counts: list[int]

@@ -25,7 +25,10 @@ from .tables import GroupRow, MemberRow
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What the configuration says about leases and batches. ``max_refill`` is 0 where degenerate groups are not replaced."""
+    """What the configuration says about leases and batches.
+
+    ``max_refill`` is 0 where degenerate groups are not replaced; ``envs`` are ids and weights; without ``group_deadline_s`` groups wait for all their members.
+    """
 
     batch_groups: int
     group_size: int
@@ -36,7 +39,7 @@ class Rules:
     max_env_attempts: int
     overlong: Overlong | None
     exclude_truncated: bool
-    env_id: str
+    envs: tuple[tuple[str, float], ...]
     seed: int
     versions: int
     min_group: int = 1
@@ -56,7 +59,7 @@ class Rules:
             max_env_attempts=buffer.max_env_attempts,
             overlong=learner.advantage.overlong,
             exclude_truncated=learner.advantage.truncated == "exclude",
-            env_id=config.env.id,
+            envs=tuple((env.id, env.weight) for env in config.envs),
             seed=config.seed,
             versions=learner.versions,
             min_group=buffer.min_group,

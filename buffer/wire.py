@@ -26,10 +26,12 @@ import msgspec
 
 from .types import Header, Purpose
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 Role = Literal["actor", "learner", "supervisor"]
-RefusalCode = Literal["unknown_peer", "wrong_run", "wrong_protocol", "wrong_schema", "malformed", "corrupt", "unknown_group", "not_leased", "stopping"]
+RefusalCode = Literal[
+    "unknown_peer", "wrong_run", "wrong_protocol", "wrong_schema", "malformed", "corrupt", "unknown_group", "not_leased", "wrong_tasks", "unknown_blob"
+]
 
 
 class Message(msgspec.Struct, tag=True, frozen=True):
@@ -43,6 +45,7 @@ class Hello(Message, frozen=True):
     """Introduces a peer. ``incarnation`` differs at every process start; ``holding`` lists the groups this very process still plays.
 
     The learner gives the ``version`` it holds: batches after it that were recorded are served again (redo). None leaves the books as they are.
+    An actor says in ``tasks`` how many tasks its environments have, where their number is finite.
     """
 
     role: Role
@@ -51,6 +54,7 @@ class Hello(Message, frozen=True):
     schema_version: int
     holding: list[int] = []
     version: int | None = None
+    tasks: dict[str, int] = {}
 
 
 class Credit(Message, frozen=True):

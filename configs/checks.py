@@ -5,6 +5,7 @@ The schema bounds every key alone; here is what needs two keys, the files of a m
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import math
 import os
@@ -17,7 +18,7 @@ from typing import Any, cast
 
 from ..errors import ConfigError
 from .run_folder import Run
-from .schema import Config, FolderModel, TinyModel
+from .schema import Config, Env, FolderModel, TinyModel
 
 _TINY_HEAD_DIM = 32
 _TINY_VOCABULARY = 264
@@ -36,7 +37,16 @@ def check_config(config: Config) -> None:
 
     Raises :class:`ConfigError` with every contradiction in one line: the values, the bound, the remedy.
     """
-    problems = [*_staleness(config), *_lengths(config), *_sampling(config), *_model(config), *_learning(config), *_advantages(config), *_endpoint(config)]
+    problems = [
+        *_envs(config),
+        *_staleness(config),
+        *_lengths(config),
+        *_sampling(config),
+        *_model(config),
+        *_learning(config),
+        *_advantages(config),
+        *_endpoint(config),
+    ]
     if problems:
         raise ConfigError("; ".join(problems))
 
@@ -80,6 +90,15 @@ def missing_folder_remedy(path: str) -> str:
     if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", path):
         return f"if it is a hub id, fetch it first (rollstream models fetch {path}) and give the folder that prints; a run downloads nothing"
     return "give the local folder of a Hugging Face model"
+
+
+def _envs(config: Config) -> Iterator[str]:
+    ids = [env.id for env in config.envs]
+    for place, env_id in enumerate(ids):
+        if env_id in ids[:place]:
+            yield f"env.{place}.id {env_id} is listed twice; give one of them the sum of their weights, or register it under a second id with other kwargs"
+    if isinstance(config.env, Env) and config.env.weight != 1:
+        yield f"env.weight {config.env.weight:g} with one environment: it is a share relative to others; leave it out, or write env as a list"
 
 
 def _staleness(config: Config) -> Iterator[str]:
@@ -172,18 +191,26 @@ def _advantages(config: Config) -> Iterator[str]:
 
 def _endpoint(config: Config) -> Iterator[str]:
     endpoint = config.buffer.endpoint
-    if endpoint != "ipc" and not 1 <= (port := int(endpoint.rpartition(":")[2])) <= 65535:
-        yield f"buffer.endpoint {endpoint}: port {port} is not between 1 and 65535; choose one that is free, or ipc"
+    if endpoint == "ipc":
+        return
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    if not 1 <= int(port) <= 65535:
+        yield f"buffer.endpoint {endpoint}: port {int(port)} is not between 1 and 65535; choose one that is free, or ipc"
+    try:
+        if host != "localhost":
+            ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        yield f"buffer.endpoint {endpoint}: {host} is no address; give one of this machine's own, 0.0.0.0 for all of them, 127.0.0.1 for none but this machine"
 
 
 def _check_port(endpoint: str) -> None:
     if endpoint == "ipc":
         return
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+    with socket.socket(socket.AF_INET6 if host.startswith("[") else socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((host, int(port)))
+            probe.bind((host.strip("[]"), int(port)))
         except OSError as error:
             reason = (error.strerror or str(error)).lower()
             raise ConfigError(f"buffer.endpoint {endpoint} cannot be used: {reason}; stop what listens there, choose another port, or use ipc") from None

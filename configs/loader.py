@@ -159,13 +159,26 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
         value: object = YAML(typ="safe", pure=True).load(text)
     except YAMLError as error:
         raise ConfigError(f"override {override!r}: the value is not valid YAML: {' '.join(str(error).split())}") from None
-    node = values
-    for key in keys[:-1]:
-        child = node.setdefault(key, {})
-        if not isinstance(child, dict):
-            raise ConfigError(f"override {override!r}: {key} is {child!r}, not a section with keys of its own")
-        node = cast("dict[str, Any]", child)
-    node[keys[-1]] = value
+    _set_at(values, keys, value, override)
+
+
+def _set_at(node: object, keys: Sequence[str], value: object, override: str, above: str = "") -> None:
+    """Sets what lies under ``keys`` below ``node``, which lies at ``above``; a number is a place in a list."""
+    place: Any = keys[0]
+    if isinstance(node, list):
+        if not keys[0].isdigit() or int(keys[0]) >= len(cast("list[Any]", node)):
+            last = len(cast("list[Any]", node)) - 1
+            raise ConfigError(f"override {override!r}: {above} is a list; name a place in it, {above}.0 to {above}.{last}")
+        place = int(keys[0])
+    elif not isinstance(node, dict):
+        raise ConfigError(f"override {override!r}: {above} is {node!r}, not a section with keys of its own")
+    inner: Any = node
+    if len(keys) == 1:
+        inner[place] = value
+        return
+    if isinstance(node, dict):
+        inner.setdefault(place, {})
+    _set_at(inner[place], keys[1:], value, override, keys[0])
 
 
 def _with_preset(values: dict[str, Any], name: str) -> dict[str, Any]:

@@ -48,8 +48,8 @@ def _leaves(path: str, before: Any, after: Any) -> list[str]:
 
 
 def _covers(key: str, leaf: str) -> bool:
-    """Whether the override of ``key`` sets ``leaf``; a preset sets whatever it likes, but is named itself."""
-    return leaf == key or leaf.startswith(f"{key}.")
+    """Whether the override of ``key`` sets ``leaf``, or a part of it (a leaf may be a list); a preset sets whatever it likes, but is named itself."""
+    return leaf == key or leaf.startswith(f"{key}.") or key.startswith(f"{leaf}.")
 
 
 def _get(values: Any, path: str) -> Any:

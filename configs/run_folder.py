@@ -4,6 +4,7 @@ runs/NAME/
 config.yaml          resolved configuration and its provenance (run id, versions, git commit)
 ledger.sqlite        states of every group, recorded batches
 stream/              the durable Arrow log
+keys/                where other machines can reach the buffer: who may speak to it (mode 0700)
 model/               the starting policy as a Hugging Face folder
 checkpoints/v000000/ one folder per kept version
 metrics.jsonl        one object per policy version
@@ -15,6 +16,7 @@ weights/             the newest versions for the actors, while the run lives and
 from __future__ import annotations
 
 import hashlib
+import ipaddress
 import os
 import tempfile
 from dataclasses import dataclass
@@ -25,11 +27,17 @@ from .schema import Config
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run: its folder, its configuration, its identity."""
+    """One run: its folder, its configuration, its identity.
+
+    ``address`` is where a role on another machine reaches the buffer, ``keys`` the copy of the run's client keys it was given; both are None in the run's own
+    folder, where the configuration and ``keys/`` say it.
+    """
 
     folder: Path
     config: Config
     run_id: str
+    address: str | None = None
+    keys: Path | None = None
 
     @property
     def config_path(self) -> Path:
@@ -78,10 +86,32 @@ class Run:
         return Path(tempfile.gettempdir()) / f"rollstream-{os.getuid()}" / tag
 
     @property
-    def endpoint(self) -> str:
+    def bind_endpoint(self) -> str:
         """Where the buffer listens, as ZeroMQ writes it."""
         configured = self.config.buffer.endpoint
         return f"ipc://{self.socket_folder / 'buffer'}" if configured == "ipc" else configured
+
+    @property
+    def endpoint(self) -> str:
+        """Where the roles reach the buffer; one that listens everywhere is reached over loopback."""
+        if self.address is not None:
+            return self.address
+        return self.bind_endpoint.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
+
+    @property
+    def needs_keys(self) -> bool:
+        """Whether the buffer listens where other machines reach it."""
+        configured = self.config.buffer.endpoint
+        host = configured.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+        try:
+            return configured != "ipc" and host != "localhost" and not ipaddress.ip_address(host).is_loopback
+        except ValueError:  # the check of the configuration says so; nobody gets in meanwhile
+            return True
+
+    @property
+    def keys_folder(self) -> Path:
+        """Keys of the buffer and of those who may speak to it."""
+        return self.folder / "keys"
 
     @property
     def weights_folder(self) -> Path:

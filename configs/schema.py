@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from .learner_schema import Learner
-from .section import MAX_TOKENS, Device, Fraction, Rate, Seconds, Section
+from .section import MAX_TOKENS, Device, Fraction, Positive, Rate, Seconds, Section
 
 # --- model --------------------------------------------------------------------------------------------------------------------------
 
@@ -48,16 +48,28 @@ Model = Annotated[TinyModel | FolderModel, Field(discriminator="kind")]
 
 
 class Env(Section):
-    """The environment that is trained on. ``kwargs`` go to its constructor."""
+    """An environment that is trained on: one, or a list of several, each of which gets its share of the groups, to within one group at any time."""
 
     id: str
     """Registered, versioned id, ``namespace/Name-vN``; see ``rollstream envs list``."""
     kwargs: dict[str, Any] = Field(default={})
     """Arguments of the environment's constructor."""
+    weight: Positive = 1.0
+    """Its share of the groups, relative to the weights of the others; read where there are several."""
+
+
+def _one_or_several(value: Any) -> str:
+    return "several" if isinstance(value, list | tuple) else "one"
+
+
+Envs = Annotated[
+    Annotated[Env, Tag("one")] | Annotated[tuple[Env, ...], Tag("several"), Field(min_length=1)],
+    Discriminator(_one_or_several),
+]
 
 
 class Warmup(Section):
-    """Supervised steps on the environment's scripted demonstrations, before version 0. ``correct`` is the share of demonstrations that are right."""
+    """Supervised steps on scripted demonstrations of the environments that have them, before version 0. ``correct`` is the share that are right."""
 
     steps: int = Field(default=150, ge=1, le=1_000_000)
     """Supervised optimiser steps."""
@@ -90,8 +102,8 @@ class Buffer(Section):
     """A group whose rewards are all equal stays in the denominators (keep), leaves the loss (mask), or is also replaced (refill)."""
     max_refill: int = Field(default=4, ge=1, le=1_000_000)
     """Groups a batch may take beyond ``batch_groups`` to replace degenerate ones; read with refill."""
-    endpoint: str = Field(default="ipc", pattern=r"^(ipc|tcp://(127\.0\.0\.1|localhost):\d{1,5})$")
-    """Where the buffer listens: ``ipc`` (a Unix socket in a private folder) or ``tcp://127.0.0.1:PORT``."""
+    endpoint: str = Field(default="ipc", pattern=r"^(ipc|tcp://(localhost|[\d.]+|\[[\da-fA-F:.]+\]):\d{1,5})$")
+    """Where the buffer listens: ``ipc`` (a private Unix socket) or ``tcp://ADDRESS:PORT``; beyond loopback only who has the run's keys is let in."""
     lease_timeout_s: Seconds = 60.0
     """Silence of an actor after which its leases are offered to others."""
     max_infra_attempts: int = Field(default=3, ge=1, le=1000)
@@ -199,7 +211,7 @@ class Config(Section):
     imports: tuple[str, ...] = ()
     """Modules, or ``.py`` files relative to the working folder, that register environments and losses."""
     model: Model = TinyModel()
-    env: Env
+    env: Envs
     warmup: Warmup | None = None
     """Supervised warm-up before version 0; null is none."""
     buffer: Buffer = Buffer()
@@ -207,3 +219,8 @@ class Config(Section):
     actors: Actors = Actors()
     learner: Learner
     launcher: LocalLauncher = LocalLauncher()
+
+    @property
+    def envs(self) -> tuple[Env, ...]:
+        """The environments, however many there are."""
+        return (self.env,) if isinstance(self.env, Env) else self.env

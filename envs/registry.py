@@ -136,6 +136,15 @@ def make(env_id: str, **kwargs: Any) -> ChatEnv:
     return cast(ChatEnv, gymnasium.make(spec, disable_env_checker=True, **kwargs).unwrapped)
 
 
+def demonstrates(env_id: str, **kwargs: Any) -> bool:
+    """Whether an environment has demonstrations of its own. Raises what :func:`make` raises."""
+    env = make(env_id, **kwargs)
+    try:
+        return type(env).demonstrate is not ChatEnv.demonstrate
+    finally:
+        env.close()
+
+
 def load_imports(imports: Iterable[str]) -> None:
     """Imports modules (``pkg.module``) and files (``path/file.py``, relative to the working folder) that register environments.
 

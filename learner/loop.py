@@ -15,6 +15,7 @@ import torch
 from .. import models
 from ..buffer.channels import publish_to
 from ..buffer.client import LearnerClient
+from ..buffer.curve import client_keys
 from ..buffer.types import Batch
 from ..buffer.wire import StatusReply, Welcome
 from ..configs.run_folder import Run
@@ -71,7 +72,7 @@ def learn(run: Run, stop: threading.Event) -> None:
 
     Raises :class:`DataRefused` for a batch that must not train, :class:`CheckpointError` for a damaged one, :class:`RoleFailed` where an alarm stops the run.
     """
-    with LearnerClient(run.endpoint, run.run_id) as client:
+    with LearnerClient(run.endpoint, run.run_id, keys=client_keys(run)) as client:
         learn_from(run, client, stop)
 
 
@@ -130,7 +131,7 @@ def _make_version(run: Run, held: Held, stepper: Stepper, batch: Batch, source: 
     """
     began = time.perf_counter()
     work = stepper.prepare(batch)
-    data, prepare_s = data_figures(batch, work), time.perf_counter() - began
+    data, prepare_s = data_figures(batch, work, run.config.envs), time.perf_counter() - began
     num_steps, alarms = stepper.num_steps, run.config.learner.alarms
     try:
         check_alarms(data, alarms, batch.version)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -12,12 +12,13 @@ import torch
 from ..buffer.header import header_of
 from ..buffer.types import Batch
 from ..buffer.wire import StatusReply
+from ..configs.schema import Env
 from .step import Work
 from .updates import Trained
 
 _ASK_S = 1.0
 """At most this often the buffer is asked about the other roles."""
-_OF_BUFFER = ("retries_infra", "retries_env", "groups_closed_early", "groups_dropped_late", "unplayed_members", "superseded")
+_OF_BUFFER = ("retries_infra", "retries_env", "groups_closed_early", "groups_dropped_late", "unplayed_members", "superseded", "refused")
 """Counters of the buffer that a row repeats."""
 
 
@@ -66,8 +67,11 @@ def _peak_memory() -> dict[str, float]:
     return peak
 
 
-def data_figures(batch: Batch, work: Work) -> dict[str, float]:
-    """What the whole batch was. Means are over the trajectories they are known for; a metric no environment reported is left out."""
+def data_figures(batch: Batch, work: Work, envs: Sequence[Env]) -> dict[str, float]:
+    """What the whole batch was, and where there are several environments what it was of each.
+
+    Means are over the trajectories they are known for; a metric no environment reported is left out.
+    """
     header = header_of(batch)
     num = len(header.group_ids)
     rewards = work.flat.rows.rewards[np.isfinite(work.flat.rows.rewards)]
@@ -93,6 +97,26 @@ def data_figures(batch: Batch, work: Work) -> dict[str, float]:
         row["train/success"] = float(np.mean(successes))
     if work.plan.staleness is not None:
         row |= {"train/lag_max": work.plan.staleness.max, "train/lag_mean": work.plan.staleness.mean}
+    return row | (_of_envs(batch, [env.id for env in envs]) if len(envs) > 1 else {})
+
+
+def _of_envs(batch: Batch, envs: Sequence[str]) -> dict[str, float]:
+    """The whole batch by environment, each under its own id; one that is not in it has only its share, 0."""
+    header = header_of(batch)
+    lengths = np.add.reduceat(header.segment_tokens, np.cumsum([0, *header.segment_counts[:-1]]))
+    row: dict[str, float] = {}
+    for env_id in envs:
+        here = [place for place, found in enumerate(header.env_ids) if found == env_id]
+        statuses = [header.statuses[place] for place in here]
+        means: dict[str, list[float]] = {
+            "reward_mean": [reward for place in here if (reward := header.rewards[place]) is not None],
+            "success": [header.env_metrics[place]["success"] for place in here if "success" in header.env_metrics[place]],
+            "sequence_tokens_mean": [float(lengths[place]) for place in here],
+            "truncated_share": [float(status == "truncated") for status in statuses if status != "failed"],
+            "invalid_share": [float(status == "failed") for status in statuses],
+        }
+        row[f"env/{env_id}/share"] = len(here) / len(header.env_ids)
+        row |= {f"env/{env_id}/{name}": float(np.mean(values)) for name, values in means.items() if values}
     return row
 
 

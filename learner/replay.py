@@ -108,7 +108,7 @@ def _train(stepper: Stepper, batch: Batch, skipped: int) -> tuple[dict[str, floa
     """Takes the step of ``batch``: its row as the run would write it, and whether the weights changed. ``skipped`` versions were before it."""
     work = stepper.prepare(batch)
     done = train_batch(stepper, work, batch.version, _NO_ALARMS, lambda: None)
-    return row_of(data_figures(batch, work), done, skipped=skipped + (not done.update.stepped), seconds={}), done.update.stepped
+    return row_of(data_figures(batch, work, stepper.config.envs), done, skipped=skipped + (not done.update.stepped), seconds={}), done.update.stepped
 
 
 def _figures(row: Mapping[str, Any]) -> dict[str, Figure]:

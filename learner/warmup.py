@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from ..buffer.tasks import Mixture
 from ..configs.schema import Config, Warmup
 from ..envs import registry
 from ..envs.chat import ChatEnv
@@ -69,22 +70,28 @@ def warm_up(policy: Policy, tokenizer: PreTrainedTokenizerFast, config: Config, 
 
 
 def _demonstrations(config: Config, settings: Warmup, tokenizer: PreTrainedTokenizerFast) -> Generator[list[Demonstration], None, None]:
-    """The demonstrations of each step, without end, from the run's seed. Equal conversations are rendered once."""
+    """The demonstrations of each step, without end, from the run's seed, dealt to the environments that have any by their weights."""
     rng = np.random.default_rng([config.seed, _SEED_STREAM])
-    env = registry.make(config.env.id, **config.env.kwargs)
-    script = _Script(env, tokenizer)
+    several = len(config.envs) > 1
+    chosen = [env for env in config.envs if not several or registry.demonstrates(env.id, **env.kwargs)]
+    if not chosen:
+        raise ConfigError(f"warmup: none of {', '.join(env.id for env in config.envs)} has demonstrations; leave warmup out")
+    made = [registry.make(env.id, **env.kwargs) for env in chosen]
+    scripts = [_Script(env, tokenizer) for env in made]
+    mixture = Mixture([env.weight for env in chosen])
     try:
         with asyncio.Runner() as runner:
             while True:
                 seeds = rng.integers(2**31, size=settings.demonstrations_per_step)
                 right = rng.random(settings.demonstrations_per_step) < settings.correct
-                yield runner.run(script.play(seeds.tolist(), right.tolist()))
+                yield [runner.run(scripts[mixture.next()].play(seed, correct)) for seed, correct in zip(seeds.tolist(), right.tolist(), strict=True)]
     finally:
-        env.close()
+        for env in made:
+            env.close()
 
 
 class _Script:
-    """Plays scripted conversations of ``env`` into token ids."""
+    """Plays scripted conversations of ``env`` into token ids. Equal conversations are rendered once."""
 
     def __init__(self, env: ChatEnv, tokenizer: PreTrainedTokenizerFast) -> None:
         self._env = env
@@ -92,10 +99,7 @@ class _Script:
         self._renderer: Renderer | None = None
         self._rendered: dict[str, Demonstration] = {}
 
-    async def play(self, seeds: list[int], right: list[bool]) -> list[Demonstration]:
-        return [await self._one(seed, correct) for seed, correct in zip(seeds, right, strict=True)]
-
-    async def _one(self, seed: int, correct: bool) -> Demonstration:
+    async def play(self, seed: int, correct: bool) -> Demonstration:
         _, info = await self._env.areset(seed=seed)
         if self._renderer is None:
             self._renderer = Renderer(self._tokenizer, info["tools"])

@@ -48,7 +48,7 @@ class BooksMachine(RuleBasedStateMachine):
             max_env_attempts=2,
             overlong=None,
             exclude_truncated=False,
-            env_id="Acme/Calculator-v0",
+            envs=(("Acme/Calculator-v0", 2.0), ("Acme/Abacus-v0", 1.0)),
             seed=3,
             versions=1_000_000,
             min_group=min(min_group, group_size),

@@ -30,7 +30,7 @@ from rollstream.configs.run_folder import Run
 from rollstream.errors import RunFolderError
 from rollstream.summary import Ending, audit_lines, print_summary
 
-RULES = Rules(2, 3, 1, 2, 0, 2, 2, None, False, "Acme/Calculator-v0", 3, 1_000_000, min_group=2, group_deadline_s=30.0)
+RULES = Rules(2, 3, 1, 2, 0, 2, 2, None, False, (("Acme/Calculator-v0", 1.0),), 3, 1_000_000, min_group=2, group_deadline_s=30.0)
 
 
 class Stream:

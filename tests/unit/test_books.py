@@ -27,7 +27,7 @@ def rules(**changes: Any) -> Rules:
         "max_env_attempts": 3,
         "overlong": None,
         "exclude_truncated": False,
-        "env_id": "Acme/Calculator-v0",
+        "envs": (("Acme/Calculator-v0", 1.0),),
         "seed": 7,
         "versions": 1_000_000,
     }

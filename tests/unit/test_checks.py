@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 from pathlib import Path
 
@@ -34,6 +35,16 @@ def test_every_contradiction_is_told_at_once() -> None:
         check_config(load_config("quickstart", ["buffer.depth=9", "learner.group_size=1", "actors.sampling.top_p=0.5"]))
     for key in ("buffer.depth 9", "learner.group_size 1", "actors.sampling.top_p 0.5"):
         assert key in str(caught.value)
+
+
+def test_an_endpoint_needs_an_address_and_a_port_that_exist() -> None:
+    for endpoint, said in (
+        ("tcp://10.0.0.999:5555", "10.0.0.999 is no address"),
+        ("tcp://[::1::]:5555", "is no address"),
+        ("tcp://0.0.0.0:99999", "port 99999"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(said)):
+            check_config(load_config("quickstart", [f"buffer.endpoint='{endpoint}'"]))
 
 
 def test_the_size_of_the_tiny_policy_is_that_of_the_model_that_is_built(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def write(folder: Path, text: str) -> Path:
         ("model.kind=huge", ("model", "'huge'", "'tiny', 'folder'")),
         ("learner.preset=ppo2", ("learner.preset", "ppo2", "async, grpo")),
         ("name=../escape", ("name", "../escape")),
-        ("buffer.endpoint=tcp://0.0.0.0:5555", ("buffer.endpoint", "0.0.0.0")),
+        ("buffer.endpoint=tcp://gateway.example:5555", ("buffer.endpoint", "gateway.example")),
         ("depth", ("a.b=value",)),
         ("seed.deeper=1", ("seed", "not a section")),
     ],

@@ -24,7 +24,7 @@ from rollstream.configs.loader import create_run, load_config
 from rollstream.configs.run_folder import Run
 from rollstream.models import prepare_model
 
-RULES = Rules(2, 3, 1, 2, 0, 1, 1, None, False, "Acme/Calculator-v0", 3, 1_000_000)
+RULES = Rules(2, 3, 1, 2, 0, 1, 1, None, False, (("Acme/Calculator-v0", 1.0),), 3, 1_000_000)
 MESSAGES = json.dumps([{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}])
 
 

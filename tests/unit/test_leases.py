@@ -29,7 +29,7 @@ def rules(**changes: Any) -> Rules:
         "max_env_attempts": 2,
         "overlong": None,
         "exclude_truncated": False,
-        "env_id": "Acme/Calculator-v0",
+        "envs": (("Acme/Calculator-v0", 1.0),),
         "seed": 7,
         "versions": 1_000_000,
         "min_group": 2,

@@ -112,7 +112,7 @@ def lease(**changes: Any) -> Lease:
 
 def player(sampler: Any, trouble: str = "", *, timeout_s: float = 30.0, turn: int = 32, total: int = 512, run_seed: int = 0) -> Player:
     actors = Actors(episode_timeout_s=timeout_s, sampling=Sampling(max_turn_tokens=turn, max_trajectory_tokens=total))
-    return Player(sampler, Renderers(TOKENIZER), EnvPool("test-rollout/Echo-v0", {"trouble": trouble}), actors, run_seed, "actor-0")
+    return Player(sampler, Renderers(TOKENIZER), EnvPool({"test-rollout/Echo-v0": {"trouble": trouble}}), actors, run_seed, "actor-0")
 
 
 def check(trajectory: Trajectory) -> Trajectory:
@@ -372,7 +372,7 @@ def test_episodes_cut_for_length_are_told_once_with_the_remedy(caplog: pytest.Lo
 
 
 def test_environments_that_cannot_be_closed_cost_one_warning(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = EnvPool("test-rollout/Echo-v0", {})
+    pool = EnvPool({})
     monkeypatch.setattr(Echo, "close", lambda _: sys.exit(4))
     for env in [pool.take("test-rollout/Echo-v0") for _ in range(3)]:
         pool.give_back(env, "test-rollout/Echo-v0")
