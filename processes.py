@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -117,6 +118,9 @@ class Process(Protocol):
     def kill(self) -> None:
         """Ends it and everything it started, at once."""
 
+    def abort(self, reason: str) -> None:
+        """Ends it, stuck as it is, so that it leaves a trace of where it was; ``reason`` opens the message of its death."""
+
 
 class Launcher(Protocol):
     """Where the roles of a run live. A context manager: what it holds for them is taken at the start and given back at the end."""
@@ -159,6 +163,7 @@ class RoleProcess:
         self._given = dict(environment or {})
         self._process: subprocess.Popen[bytes] | None = None
         self._started_at = 0.0
+        self._aborted = ""
 
     @property
     def log_path(self) -> Path:
@@ -184,6 +189,7 @@ class RoleProcess:
                 command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=self._environment(), cwd=self._folder, start_new_session=True, close_fds=True
             )
         self._started_at = time.monotonic()
+        self._aborted = ""
         self.num_starts += 1
 
     def poll(self) -> Death | None:
@@ -211,6 +217,15 @@ class RoleProcess:
         if self._process is not None:
             _signal_group(self._process.pid, signal.SIGKILL)
 
+    def abort(self, reason: str) -> None:
+        """Ends it with the traces of its threads in its log, from which its death tells where it was; by force if it cannot even do that."""
+        self._aborted = reason
+        if self._process is not None:
+            pid = self._process.pid
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGABRT)
+                os.kill(pid, signal.SIGCONT)  # one that was stopped takes no signal before
+
     def _environment(self) -> dict[str, str]:
         threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(self.role.num_threads))
         return os.environ | self._given | threads | {"TOKENIZERS_PARALLELISM": "false", "TQDM_DISABLE": "1", "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
@@ -223,6 +238,8 @@ class RoleProcess:
         if record is not None:
             families = tuple(str(family) for family in record["families"])
             return Death(self.role.name, returncode, str(record["message"]), lived_s, str(record["kind"]), families, int(record["exit_code"]))
+        if self._aborted:
+            return Death(self.role.name, returncode, f"{self._aborted}{where_it_was(_tail(self.log_path))}", lived_s)
         if returncode < 0:
             hint = "; out of memory?" if returncode == -signal.SIGKILL else ""
             return Death(self.role.name, returncode, f"killed by signal {-returncode} ({_signal_name(-returncode)}){hint}", lived_s)
@@ -251,11 +268,36 @@ def _read_error(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def _last_line(path: Path) -> str:
+def where_it_was(log: str) -> str:
+    """In which method of an environment a process was when it was aborted, from the traces at the end of its log; empty where it was in none.
+
+    The method is what lies right above the environment's own border to user code; the line is the innermost one, where it does not return.
+    """
+    traces = log.rpartition("Fatal Python error")[2].split("(most recent call first):")
+    for trace in traces[1:]:
+        frames = _FRAME.findall(trace)
+        border = next((place for place, (path, _, name) in enumerate(frames) if name == "_ask" and path.endswith(os.path.join("envs", "chat.py"))), 0)
+        if border:
+            method, (path, line, _) = frames[border - 1][2], next((frame for frame in frames[:border] if frame[0] == frames[border - 1][0]), frames[border - 1])
+            return (
+                f"; it was in {method} ({Path(path).name}, line {line}): a method that takes long has to be async and give way, or hand its work to a process"
+            )
+    return ""
+
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+) in (\S+)')
+_TAIL_BYTES = 65_536
+
+
+def _tail(path: Path) -> str:
     try:
         with path.open("rb") as log:
-            log.seek(max(0, log.seek(0, os.SEEK_END) - 4096))
-            lines = log.read().decode("utf-8", "replace").strip().splitlines()
+            log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            return log.read().decode("utf-8", "replace")
     except OSError:
         return ""
+
+
+def _last_line(path: Path) -> str:
+    lines = _tail(path).strip().splitlines()
     return lines[-1].strip() if lines else ""

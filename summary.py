@@ -19,6 +19,7 @@ from rich.text import Text
 
 from .buffer.audit import audit
 from .buffer.audit_report import AuditReport
+from .buffer.bias import LEFT_OUT, Tally, left_out
 from .configs.run_folder import Run
 from .errors import RollstreamError, describe
 from .tail import SMOOTH, Row, clock, read_rows, smoothed
@@ -143,11 +144,27 @@ def audit_lines(report: AuditReport) -> Iterator[str]:
         yield "             " + "   ".join(f"{name} {trained:.3f} {played:.3f}" for name, trained, played in pairs if not math.isnan(played))
     if report.refused:
         yield f"refused      {', '.join(f'{code} {count:,}' for code, count in report.refused.items())}"
+    yield from _left_out(report)
     if report.unrecorded_bytes:
         yield f"unrecorded   {report.unrecorded_bytes:,} bytes behind the last acknowledged append, as a live or a killed buffer leaves them"
     for problem in report.problems:
         yield f"problem      {problem}"
     yield "clean" if report.closes and not report.problems else "NOT CLEAN"
+
+
+def _left_out(report: AuditReport) -> Iterator[str]:
+    """What was finished and did not train, against what did, by environment: why, how many, how long, how good."""
+    for env_id, fates in report.fates.items():
+        trained, others = fates.get("trained", Tally()), left_out(fates)
+        if not others.num:
+            continue
+        why = ", ".join(f"{fates[fate].num:,} {fate}" for fate in LEFT_OUT if fate in fates and fates[fate].num)
+        against = trained.means()
+        pairs = "; ".join(f"{name.removesuffix('_mean')} {value:.3f}, trained {against.get(name, math.nan):.3f}" for name, value in others.means().items())
+        share = f"{others.num / (others.num + trained.num):.1%}".replace("%", " %")
+        yield f"left out     {env_id}: {others.num:,} of {others.num + trained.num:,} ({share}): {why}; means of {pairs}"
+    if not any(left_out(fates).num for fates in report.fates.values()):
+        yield "left out     nothing: every finished trajectory that was decided on is trained"
 
 
 def _failed(report: AuditReport) -> str:

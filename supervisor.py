@@ -27,6 +27,7 @@ from .errors import RoleFailed, RollstreamError, StreamError
 from .processes import STOP_GRACE_S, Death, Launcher, Process, roles_of
 from .tail import last_version
 from .watch import ProcessState, Snapshot, View
+from .watchdog import Watchdog
 
 POLL_S = 0.1
 VIEW_EVERY_S = 0.5
@@ -38,6 +39,8 @@ HEALTHY_AFTER_S = 60.0
 BUFFER_GRACE_S = 8.0
 """Of the time to stop in order, what is kept for the buffer, which goes last."""
 STATUS_TIMEOUT_S = 0.3
+ABORT_GRACE_S = 3.0
+"""How long a silent actor may take to write where it was."""
 QUICK_S = 30.0
 """Two equal failures, each sooner than this after a start, will not be cured by a third."""
 
@@ -100,6 +103,8 @@ class Supervisor:
         self._notices: list[str] = []
         self._failure: RoleFailed | None = None
         self._finished = False
+        self._watchdog = Watchdog(run.config.buffer.lease_timeout_s)
+        self._aborted_at: dict[str, float] = {}
 
     def supervise(self) -> Outcome:
         """Starts the roles, waits for the end of the run, ends them. Never leaves a process behind."""
@@ -145,6 +150,8 @@ class Supervisor:
             elif not self._finished:
                 self._failure = RoleFailed(f"learner: was told to stop at version {version} of {last} by somebody else; go on with --resume")
             return
+        self._watchdog.forget(process.role.name)
+        self._aborted_at.pop(process.role.name, None)
         restarts = self._restarts[process.role.name]
         refusal = restarts.refuse(death, self._run.config.launcher.max_restarts)
         if refusal is not None:
@@ -171,10 +178,26 @@ class Supervisor:
         if not now and time.monotonic() - self._viewed_at < VIEW_EVERY_S:
             return
         status = self._status()
+        if status is not None and self._phase == "running":
+            self._end_the_silent(status)
         states = [ProcessState(process.role.name, self._state_of(process, status), max(0, process.num_starts - 1)) for process in self._processes]
         elapsed_s = time.monotonic() - self._started_at
         self._view.show(Snapshot(self._run, elapsed_s, self._phase, status, states, tuple(self._notices)))
         self._viewed_at = time.monotonic()
+
+    def _end_the_silent(self, status: StatusReply) -> None:
+        """Ends actors whose event loop has stood still for longer than their leases last; they are started again like any that died."""
+        now = time.monotonic()
+        actors = {process.role.name: process for process in self._processes if process.role.kind == "actor" and process.alive}
+        for name, at in list(self._aborted_at.items()):
+            if name in actors and now - at > ABORT_GRACE_S:
+                actors[name].kill()
+        for name in self._watchdog.silent(status, actors, now):
+            self._watchdog.forget(name)
+            self._aborted_at[name] = now
+            actors[name].abort(
+                f"said nothing for {self._watchdog.limit_s:g} s (buffer.lease_timeout_s {self._run.config.buffer.lease_timeout_s:g}) and was ended"
+            )
 
     def _status(self) -> StatusReply | None:
         if not self._buffer.alive:

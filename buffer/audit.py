@@ -17,6 +17,7 @@ from ..errors import RunFolderError
 from .audit_log import Column, Rows, read_log
 from .audit_report import AuditReport, EnvBias, note
 from .audit_tasks import check_tasks
+from .bias import Bias
 from .ledger import Ledger
 from .tables import BatchRow
 
@@ -41,6 +42,8 @@ def audit(folder: Path) -> AuditReport:
             members = list(ledger.rows("SELECT group_id, member, attempt, append_id FROM members ORDER BY group_id, member"))
             failed = _count_endings(ledger, report)
             check_tasks(ledger, report)
+            bias = Bias(ledger, report.lineage)
+            report.fates = {env_id: bias.fates(env_id) for env_id in bias.envs()}
             batches = list(ledger.batches(report.lineage, 1, 2**62))
             discarded = list(ledger.rows("SELECT group_id, member, attempt, append_id FROM discarded"))
             appends = list(ledger.locations())

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from .bias import Fate, Tally
+
 _MAX_NAMED = 5
 """Problems of one kind that are spelled out."""
 
@@ -76,6 +78,7 @@ class AuditReport:
     duplicates: int = 0
     refused: dict[str, int] = field(default_factory=dict[str, int])
     bias: dict[str, EnvBias] = field(default_factory=dict[str, EnvBias])
+    fates: dict[str, dict[Fate, Tally]] = field(default_factory=dict[str, dict[Fate, Tally]])
     cursors: dict[str, EnvCursor] = field(default_factory=dict[str, EnvCursor])
 
 

@@ -19,7 +19,7 @@ from ..errors import Refused, StreamError
 from .facts import Fact
 from .leases import Leases
 from .ledger import Ledger
-from .tables import BatchRow, MemberRow
+from .tables import BatchRow, GroupRow, MemberRow
 from .window import Group, Rules, choose
 
 logger = logging.getLogger(__name__)
@@ -69,14 +69,16 @@ class Books(Leases):
         group = self._groups.get(fact.group_id)
         if group is None:
             stored = {member.member: member.attempt for member in self.ledger.members(fact.group_id)}
-            return "duplicate" if stored.get(fact.member) == fact.attempt else "superseded"
+            if fact.member not in stored:
+                return self._too_late(fact, self.ledger.group(fact.group_id))
+            return "duplicate" if stored[fact.member] == fact.attempt else "superseded"
         committed = group.members.get(fact.member)
         if committed is not None:
             return "duplicate" if committed.attempt == fact.attempt else "superseded"
         if (fact.member, fact.attempt) in group.failures:
             return "duplicate"
         if group.row.state != "open":
-            return "superseded"  # the group was closed without this member
+            return self._too_late(fact, group.row)
         if fact.status == "failed":
             self.counters[f"invalid_{fact.stop_reason}"] += 1
             if group.num_failures(fact.member, fact.stop_reason) + 1 < self.rules.attempts(fact.stop_reason):
@@ -87,6 +89,12 @@ class Books(Leases):
                 return "retry"
         self._commit_member(group, fact, append_id)
         return "store"
+
+    def _too_late(self, fact: Fact, row: GroupRow | None) -> Verdict:
+        """Its group was closed without it: it is counted, once per member, and not stored."""
+        if row is not None and fact.status != "failed" and self.ledger.put_late(fact.group_id, fact.member, fact.num_tokens, fact.reward):
+            self.bias.late(row.env_id, fact.num_tokens, fact.reward)
+        return "superseded"
 
     def _commit_member(self, group: Group, fact: Fact, append_id: int) -> None:
         member = MemberRow(fact.group_id, fact.member, fact.attempt, append_id, fact.reward, fact.status, fact.stop_reason, *fact[7:11])
@@ -134,6 +142,7 @@ class Books(Leases):
         self.ledger.put_batch(batch)
         for group in taken:
             self._move(group, "assigned", version=version)
+            self.bias.batch(group.row.env_id, group.members.values(), set(withheld))
             del self._groups[group.row.group_id]
         self._num_ready -= len(taken)
         self.last_batch = version

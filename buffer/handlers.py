@@ -342,6 +342,7 @@ class Handlers:
         books = self.books
         groups = {state: books.counts[state] for state in ("open", "ready", "assigned", "trained", "dropped")}
         counters: dict[str, float] = {**dict.fromkeys(_ALL_COUNTERS, 0.0), **books.counters, "leased": books.num_leased, "cpu_s": time.process_time()}
+        counters |= books.bias.figures()
         waits_for = books.waits_for() if self._pulls and self.hold is None else ""
         peers = [other.status(now, len(books.held(other.peer_id))) for other in self.peers]
         self._send(

@@ -14,6 +14,7 @@ from collections.abc import Container, Iterable
 import msgspec
 import numpy as np
 
+from .bias import Bias
 from .ledger import Ledger
 from .tables import GroupRow
 from .tasks import Tasks
@@ -43,6 +44,7 @@ class Leases:
         self._held: dict[str, set[int]] = {}
         self._undated: list[int] = []
         self._deadlines: list[tuple[float, int]] = []
+        self.bias = Bias(ledger, self.lineage)
         self.tasks = Tasks(ledger, rules.envs, rules.seed)
         for row in ledger.unassigned():
             self._load(row)
@@ -207,6 +209,7 @@ class Leases:
     def _drop(self, group: Group, reason: str) -> None:
         self._drop_holder(group)
         self._move(group, "dropped", reason=reason, holder=None)
+        self.bias.drop(group.row.env_id, group.members.values())
         del self._groups[group.row.group_id]
 
     def _move(self, group: Group, state: GroupState, **changes: object) -> None:

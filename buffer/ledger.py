@@ -214,7 +214,15 @@ class Ledger:
 
     def put_unplayed(self, group_id: int, members: Iterable[int]) -> None:
         """Records the members that a group was closed without."""
-        self._write_all("INSERT OR IGNORE INTO unplayed VALUES(?, ?)", [(group_id, member) for member in members])
+        self._write_all("INSERT OR IGNORE INTO unplayed VALUES(?, ?, NULL, NULL)", [(group_id, member) for member in members])
+
+    def put_late(self, group_id: int, member: int, num_tokens: int, reward: float | None) -> bool:
+        """Records what came for a member that its group was closed without; False where something had come already, or the group does have it."""
+        waiting = "SELECT 1 FROM unplayed WHERE group_id = ? AND member = ? AND num_tokens IS NULL"
+        if next(self.rows(waiting, (group_id, member)), None) is None:
+            return False
+        self.write("UPDATE unplayed SET num_tokens = ?, reward = ? WHERE group_id = ? AND member = ?", (num_tokens, reward, group_id, member))
+        return True
 
     def group(self, group_id: int) -> GroupRow | None:
         """One group, None where it was never leased."""

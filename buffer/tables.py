@@ -1,8 +1,8 @@
 """The tables of the ledger, and their rows as the code sees them.
 
 ``groups`` are leases and what became of them; ``members`` the attempts that won; ``failures`` attempts that are played again, with their reason; ``unplayed``
-members that a group was closed without, at its deadline; ``tasks`` the environments with their weights, and from which of its leases on (``since``) how many
-tasks each has, null where there is no end to them.
+members that a group was closed without, at its deadline, with length and reward where they came late; ``tasks`` the environments with their weights, and
+from which of its leases on (``since``) how many tasks each has, null where there is no end to them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from .types import GroupState
 
-LEDGER_VERSION = 2
+LEDGER_VERSION = 3
 """Of the tables below: another one's ledger is refused."""
 
 TABLES = """
@@ -27,7 +27,8 @@ CREATE TABLE IF NOT EXISTS members(
 CREATE TABLE IF NOT EXISTS failures(
     group_id INTEGER NOT NULL, member INTEGER NOT NULL, attempt INTEGER NOT NULL, reason TEXT NOT NULL,
     PRIMARY KEY(group_id, member, attempt)) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS unplayed(group_id INTEGER NOT NULL, member INTEGER NOT NULL, PRIMARY KEY(group_id, member)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS unplayed(
+    group_id INTEGER NOT NULL, member INTEGER NOT NULL, num_tokens INTEGER, reward REAL, PRIMARY KEY(group_id, member)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS tasks(place INTEGER PRIMARY KEY, env_id TEXT NOT NULL, weight REAL NOT NULL, num_tasks INTEGER, since INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS appends(
     append_id INTEGER PRIMARY KEY, segment INTEGER NOT NULL, offset INTEGER NOT NULL, size_bytes INTEGER NOT NULL, checksum TEXT NOT NULL,

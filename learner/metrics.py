@@ -142,6 +142,7 @@ class Counters:
     def _of(self, status: StatusReply, now: float) -> dict[str, float]:
         row = {f"buffer/groups_{state}": float(status.groups.get(state, 0)) for state in ("open", "ready", "trained", "dropped")}
         row |= {f"buffer/{name}": status.counters[name] for name in _OF_BUFFER if name in status.counters}
+        row |= {name: value for name, value in status.counters.items() if name.startswith("bias/")}
         if "cpu_s" in status.counters:
             row["buffer/cpu_s"] = status.counters["cpu_s"]
         actors = [peer for peer in status.peers if peer.role == "actor"]
