@@ -87,7 +87,8 @@ def _facts(run: Run, ending: Ending, rows: Sequence[Row], report: AuditReport | 
     for name, metric in (("success", "train/success"), ("reward", "train/reward_mean")):
         values = [float(row[metric]) for row in rows if row.get(metric) is not None]
         if values:
-            yield name, f"{_mean(values[:SMOOTH]):.3f} (first {SMOOTH} versions) → {_mean(values[-SMOOTH:]):.3f} (last {SMOOTH})"
+            num = min(SMOOTH, max(1, len(values) // 2))
+            yield name, f"{_mean(values[:num]):.3f} (first {_plural(num, 'version')}) → {_mean(values[-num:]):.3f} (last {num})"
     row = passed_at(rows)
     if row is not None:
         at = f" after {clock(float(row['time/wall_s']))} of training" if row.get("time/wall_s") is not None else ""

@@ -236,7 +236,7 @@ def _numbers(snapshot: Snapshot, rows: Sequence[Row], rates: Mapping[str, float]
     lag = f"mean {_number(row, 'train/lag_mean', '.1f')}   max {_number(row, 'train/lag_max', '.0f')} of {bound} allowed"
     yield _line("lag", f"{lag}   dropped for age {_number(row, 'train/age_drops', '.0f')}")
     step = f"{_number(row, 'time/step_s', '.2f')} s a version, {_number(row, 'time/wait_batch_s', '.2f')} s of it waiting"
-    yield _line("tokens/s", f"actors {_actor_rate(rates, row):,.0f}   learner {_number(row, 'learner/tokens_per_s', ',.0f')}   {step}")
+    yield _line("tokens/s", f"sampled {_actor_rate(rates, row):,.0f}   trained {_number(row, 'learner/tokens_per_s', ',.0f')}   {step}")
     groups = snapshot.status.groups if snapshot.status is not None else {}
     yield _line("groups", "   ".join(f"{state} {groups.get(state, 0):,}" for state in ("open", "ready", "assigned", "trained", "dropped")))
     yield _line("waiting", waits(snapshot) or "nobody")
