@@ -6,7 +6,8 @@ import re
 from typing import Any
 
 from ..errors import ConfigError
-from .chat import ChatEnv, Message, Turn
+from .chat import ChatEnv, Says, Turn
+from .messages import Message
 
 TOPICS = (
     *("the sea", "a cat", "winter", "a train", "bread", "the moon", "a forest", "music"),
@@ -38,11 +39,11 @@ class WordCount(ChatEnv):
             raise ConfigError(f"env.kwargs of rollstream/WordCount-v0: least is {least} and most {most}; they need 1 <= least <= most")
         self.least, self.most = least, most
 
-    def start(self, task: Any) -> str:
-        """Draws the topic and the number of words."""
+    def start(self, task: Any) -> Says:
+        """Draws the topic and the number of words. The short system message keeps templates from adding a long one of their own."""
         topic = TOPICS[int(self.np_random.integers(len(TOPICS)))]
         self._asked = int(self.np_random.integers(self.least, self.most + 1))
-        return f"Describe {topic} in exactly {self._asked} word{'s' if self._asked > 1 else ''}."
+        return [Message(role="system", content="Be brief."), f"Describe {topic} in exactly {self._asked} word{'s' if self._asked > 1 else ''}."]
 
     def respond(self, message: Message) -> Turn:
         """Counts the words of the answer."""

@@ -9,7 +9,7 @@ from rollstream.errors import ConfigError
 @pytest.fixture
 def env():
     env = registry.make("rollstream/WordCount-v0", least=4, most=4)
-    (message,), _ = env.reset(seed=1)
+    (_, message), _ = env.reset(seed=1)
     assert message["content"].endswith("in exactly 4 words.")
     return env
 
@@ -34,8 +34,8 @@ def test_the_reward_falls_with_every_word_too_many_too_few_or_repeated(env, answ
 
 def test_the_task_comes_from_the_seed():
     env = registry.make("rollstream/WordCount-v0")
-    asked = [env.reset(seed=seed)[0][0]["content"] for seed in range(40)]
-    assert asked == [env.reset(seed=seed)[0][0]["content"] for seed in range(40)]
+    asked = [env.reset(seed=seed)[0][1]["content"] for seed in range(40)]
+    assert asked == [env.reset(seed=seed)[0][1]["content"] for seed in range(40)]
     assert {text.split()[-2] for text in asked} == {"3", "4", "5", "6"}
 
 
