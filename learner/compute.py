@@ -8,6 +8,8 @@ is published is the float32 weights: a sampler that holds fewer bits rounds them
 from __future__ import annotations
 
 import functools
+import json
+import logging
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -16,6 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from .. import models
 from ..errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 ComputeDtype = Literal["float32", "bfloat16"]
 
@@ -43,6 +47,12 @@ def _checkpointed(forward: Callable[..., Any], *arguments: Any, **named: Any) ->
 def autocast(device: torch.device, dtype: ComputeDtype) -> torch.autocast:
     """The context the model's body runs in; without effect for float32."""
     return torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16")
+
+
+def warn_of_slow_bfloat16(device: torch.device, dtype: ComputeDtype) -> None:
+    """Says so where bfloat16 costs time instead of saving it: on a CPU without AVX-512, PyTorch multiplies bfloat16 matrices in plain loops."""
+    if dtype == "bfloat16" and device.type == "cpu" and torch.backends.cpu.get_cpu_capability() in {"AVX2", "DEFAULT"}:
+        logger.warning("compute_dtype=bfloat16 cpu=without_avx512 remedy=%s", json.dumps("learner.policy.compute_dtype=float32 is many times faster here"))
 
 
 def keep_float32(head: Any) -> None:

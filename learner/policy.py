@@ -18,7 +18,7 @@ from ..configs.learner_schema import Learner, PolicySettings
 from ..errors import ConfigError
 from .attention import install, layout_of
 from .collate import MicroBatch
-from .compute import ComputeDtype, autocast, checkpoint_activations, keep_float32
+from .compute import ComputeDtype, autocast, checkpoint_activations, keep_float32, warn_of_slow_bfloat16
 from .logprobs import token_logprobs
 from .value import ValueHead
 
@@ -63,6 +63,7 @@ class Policy:
         model.config.use_cache = False
         install(model)
         self.device = next(model.parameters()).device
+        warn_of_slow_bfloat16(self.device, self._dtype)
         self.full_logits = not _probe(model, self.device)
         if self.full_logits:
             logger.warning(

@@ -13,7 +13,7 @@ from transformers import GraniteConfig, GraniteForCausalLM, LlamaConfig, LlamaFo
 from rollstream.configs.learner_schema import PolicySettings
 from rollstream.errors import ConfigError
 from rollstream.learner.collate import MicroBatch, pack
-from rollstream.learner.compute import checkpoint_activations
+from rollstream.learner.compute import checkpoint_activations, warn_of_slow_bfloat16
 from rollstream.learner.policy import Policy
 from rollstream.learner.warmup import supervised
 
@@ -99,3 +99,12 @@ def test_models_that_scale_their_logits_keep_them_in_float32_too() -> None:
 def test_a_model_without_layers_to_checkpoint_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"activation_checkpointing is set and Linear has no layers"):
         checkpoint_activations(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(("capability", "warns"), [("AVX2", True), ("DEFAULT", True), ("AVX512", False)])
+def test_bfloat16_on_a_processor_without_its_instructions_is_told(capability: str, warns: bool, monkeypatch: Any, caplog: Any) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    warn_of_slow_bfloat16(torch.device("cpu"), "float32")
+    assert not caplog.records
+    warn_of_slow_bfloat16(torch.device("cpu"), "bfloat16")
+    assert [("float32 is many times faster" in record.getMessage()) for record in caplog.records] == [True] * warns
