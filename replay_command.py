@@ -17,13 +17,15 @@ CHANGEABLE = ("learner.loss", "learner.advantage")
 """What ``--what-if`` may change: how a batch is scored. Corrections belong to the loss."""
 
 
-def replay_lines(run: Run, version: int, *, what_if: Sequence[str] = (), as_json: bool = False) -> tuple[list[str], bool]:
+def replay_lines(run: Run, version: int, lineage: int | None = None, *, what_if: Sequence[str] = (), as_json: bool = False) -> tuple[list[str], bool]:
     """Replays a step; gives the lines to print, and whether everything agreed (a question of what-if has nothing to agree on).
 
     Raises :class:`ConfigError` for what cannot be replayed or asked.
     """
     load_imports(run.config.imports)
-    replayed = replay(run, version, _changed(run.config, what_if) if what_if else None)
+    if what_if:
+        _changed(run.config, what_if)  # so that what cannot be asked is refused before anything is computed
+    replayed = replay(run, version, lineage, (lambda config: _changed(config, what_if)) if what_if else None)
     if as_json:
         return [_json(replayed, what_if)], bool(what_if) or not replayed.differing
     return list(_words(replayed, what_if)), bool(what_if) or not replayed.differing

@@ -15,6 +15,7 @@ from .configs.schema import Config, FolderModel
 from .envs import registry
 from .envs.trial import try_out
 from .errors import ConfigError
+from .forks import make_way, plan_fork
 from .models import check_model_folder
 from .processes import LocalLauncher
 from .supervisor import Outcome, Supervisor
@@ -25,15 +26,17 @@ REFUSED = 2
 """Exit code where the input has to change."""
 
 
-def train(config: Config, *, resume: bool, view: View) -> Outcome:
-    """Runs ``config`` to its last version.
+def train(config: Config, *, resume: bool, view: View, fork: bool = False, from_version: int | None = None) -> Outcome:
+    """Runs ``config`` to its last version; with ``fork`` in a new lineage that begins after ``from_version``, by default the newest checkpoint.
 
     Everything is checked first, and a refused run leaves nothing on disk. Raises :class:`ConfigError`, :class:`RunFolderError`,
     :class:`UnknownEnv` and the like; what goes wrong later is in the outcome.
     """
     folder, _ = check(config, resume=resume)
     with locked(folder):
-        run = create_run(config, resume=resume)
+        run = create_run(config, resume=resume, fork=plan_fork(folder, config, from_version) if fork else None)
+        if resume:
+            make_way(run)
         outcome = Supervisor(run, LocalLauncher(run), view).supervise()
         if outcome.exit_code == REFUSED and not resume and not any(run.checkpoints_folder.iterdir()):
             _forget(run)

@@ -103,6 +103,9 @@ def _facts(run: Run, ending: Ending, rows: Sequence[Row], report: AuditReport | 
         yield "episodes", f"{report.num_trajectories:,} generated, {report.num_trained:,} trained{failed}{rest}"
         if report.endings:
             yield "episodes ended", _ended(report)
+        if report.forks:
+            fork, left = report.forks[-1], sum(report.abandoned.values())
+            yield "lineage", f"{fork.lineage}, begun after version {fork.version}: {fork.reason}; {_plural(left, 'batch', 'batches')} left behind by forks"
         yield "books", _books(report) + "".join(f"; {problem}" for problem in report.problems)
 
 
@@ -113,6 +116,10 @@ def audit_lines(report: AuditReport) -> Iterator[str]:
     if reasons:
         yield f"dropped      {reasons}"
     yield f"version      {report.version:,} of lineage {report.lineage}, {_plural(report.num_batches, 'batch', 'batches')} recorded"
+    for fork in report.forks:
+        yield f"fork         lineage {fork.lineage} began after version {fork.version} of lineage {fork.parent}: {fork.reason}"
+    for lineage, number in report.abandoned.items():
+        yield f"abandoned    {_plural(number, 'batch', 'batches')} of lineage {lineage}; rollstream replay --lineage {lineage} still finds them"
     appends = f"{_plural(report.num_rows, 'row')}, {_plural(report.num_appends, 'append')}, {report.size_bytes / 2**20:,.1f} MiB"
     yield f"trajectories {report.num_trajectories:,} in the log ({appends}), {report.num_trained:,} trained, {report.duplicates:,} trained twice"
     if told := _failed(report):
@@ -122,7 +129,8 @@ def audit_lines(report: AuditReport) -> Iterator[str]:
     if report.num_sealed or report.num_removed:
         removed = f", {report.num_removed:,} trajectories removed by retention (buffer.keep_gb)" if report.num_removed else ""
         yield f"sealed       {_plural(report.num_sealed, 'segment')}{removed}"
-    yield f"lag          at most {report.max_lag_trained} trained, {report.lag_bound} allowed; {report.num_age_drops:,} trajectories withheld for age"
+    too_old = f"{report.num_age_drops:,} trajectories withheld or dropped for age"
+    yield f"lag          at most {report.max_lag_trained} trained, {report.lag_bound} allowed; {too_old}"
     for env_id, cursor in report.cursors.items():
         share = (
             f" ({cursor.num_groups / report.num_leased:.1%} of all, its weight says {cursor.share:.1%})"

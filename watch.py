@@ -169,7 +169,7 @@ class View:
 def plain_line(snapshot: Snapshot, rows: Sequence[Row], rates: Mapping[str, float]) -> str:
     """The state of the run as one line."""
     total = snapshot.run.config.learner.versions
-    parts = [f"{clock(snapshot.elapsed_s)}  version {_version(snapshot, rows)}/{total}"]
+    parts = [f"{clock(snapshot.elapsed_s)}  version {_version(snapshot, rows)}/{total}{_lineage(snapshot)}"]
     for label, name in (("reward", "train/reward_mean"), ("success", "train/success")):
         if values := smoothed(rows, name):
             parts.append(f"{label} {values[-1]:.3f}")
@@ -222,7 +222,7 @@ def _headline(snapshot: Snapshot, rows: Sequence[Row], width: int) -> Text:
     done, total = _version(snapshot, rows), snapshot.run.config.learner.versions
     columns = max(8, min(50, width - 50))
     filled = min(columns, round(columns * done / total))
-    line = Text(f"version {done}/{total}  ", style="bold")
+    line = Text(f"version {done}/{total}{_lineage(snapshot)}  ", style="bold")
     line.append("━" * filled, style="green").append("━" * (columns - filled), style="bright_black")
     return line.append(f"  {done / total:.0%}  {_eta(rows, done, total)}", style="not bold")
 
@@ -278,6 +278,12 @@ def _trend(name: str, values: Sequence[float], width: int, low: float | None, hi
     line = Text(f"{label:<10}", style="dim").append(f"{values[-1]:<8.3f}" if values else f"{'–':<8}", style="bold not dim")
     low, high = min(values, default=0.0) if low is None else low, max(values, default=1.0) if high is None else high
     return line.append(sparkline(values, low=low, high=high, width=width), style="green not dim")
+
+
+def _lineage(snapshot: Snapshot) -> str:
+    """Which lineage, once there was a fork."""
+    lineage = snapshot.status.lineage if snapshot.status is not None else 0
+    return f" of lineage {lineage}" if lineage else ""
 
 
 def _version(snapshot: Snapshot, rows: Sequence[Row]) -> int:

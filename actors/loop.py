@@ -97,6 +97,7 @@ class _Actor:
         self.slots = asyncio.Semaphore(self.settings.slots)
         self.num_owed = 0
         self.num_playing = 0
+        self.leaving_lineage = False
         self.awaited: dict[int, int] = {}
 
     async def run(self, stop: threading.Event) -> None:
@@ -146,6 +147,7 @@ class _Actor:
     async def play_member(self, lease: Lease, member: int) -> None:
         """Plays one episode in a free slot, then appends its trajectory; the slot is taken by the next while the network works."""
         async with self.slots:
+            await self.hold(lease.lineage, lease.admit_version)  # a new lineage may have begun while it waited for the slot
             self.num_playing += 1
             try:
                 trajectory = await self.player.play(lease, member)
@@ -170,20 +172,28 @@ class _Actor:
     # --- weights ----------------------------------------------------------------------------------------------------------------------
 
     async def hold(self, lineage: int, version: int) -> None:
-        """Returns once the sampler holds at least this version."""
-        if (held := self.sampler.held) is not None and held >= (lineage, version):
-            return
-        async with self.loaded:
-            await self.loaded.wait_for(lambda: (held := self.sampler.held) is not None and held >= (lineage, version))
+        """Returns once the sampler holds at least this version: of that lineage, or any of a later one, and none is about to take its place."""
+
+        def holds() -> bool:
+            return (held := self.sampler.held) is not None and held >= (lineage, version) and not self.leaving_lineage
+
+        if not holds():
+            async with self.loaded:
+                await self.loaded.wait_for(holds)
 
     async def watch_weights(self) -> None:
         """Consumes published versions; waits for the learner; is released by the next version; produces weights in the sampler, proven.
 
         A learner that was started again publishes once more what it redoes. Versions older than the held one are passed over: no trajectory goes back.
+        Those of a new lineage are loaded whatever their number, once the episodes in progress have ended under the old: no trajectory mixes the two.
         """
         while True:
-            manifest = self.reader.poll()
-            if manifest is None or ((held := self.sampler.held) is not None and (manifest.lineage, manifest.version) < held):
+            manifest, held = self.reader.poll(), self.sampler.held
+            if manifest is None or (held is not None and (manifest.lineage, manifest.version) < held):
+                await asyncio.sleep(WEIGHTS_POLL_S)
+                continue
+            self.leaving_lineage = held is not None and manifest.lineage != held[0]
+            if self.leaving_lineage and self.num_playing:
                 await asyncio.sleep(WEIGHTS_POLL_S)
                 continue
             started = time.perf_counter()
@@ -196,6 +206,7 @@ class _Actor:
                 logger.info("weights=gone version=%d reason=%s", manifest.version, error)
                 await asyncio.sleep(WEIGHTS_POLL_S)
                 continue
+            self.leaving_lineage = False
             logger.info("weights=loaded lineage=%d version=%d seconds=%.3f", manifest.lineage, manifest.version, time.perf_counter() - started)
             async with self.loaded:
                 self.loaded.notify_all()

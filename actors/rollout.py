@@ -73,6 +73,7 @@ class _Episode:
     """An episode while it is played."""
 
     record: Record
+    lineage: int
     deadline: float
     started_at: float = field(default_factory=time.time)
     sampler_s: float = 0.0
@@ -112,7 +113,8 @@ class Player:
         episode.
         """
         held = self.sampler.held
-        episode = _Episode(Record(held[1] if held else 0), asyncio.get_running_loop().time() + self.actors.episode_timeout_s)
+        lineage, version = held or (lease.lineage, 0)  # a lease of an abandoned lineage may be played under the next: the versions are what counts
+        episode = _Episode(Record(version), lineage, asyncio.get_running_loop().time() + self.actors.episode_timeout_s)
         session = f"{lease.lineage}/{lease.purpose}/{lease.group_id}/{member}/{lease.attempt}"
         env: ChatEnv | None = None
         try:
@@ -175,7 +177,7 @@ class Player:
     def _trajectory(self, lease: Lease, member: int, episode: _Episode, outcome: Outcome) -> Trajectory:
         sampling = self.actors.sampling
         return Trajectory(
-            key=TrajectoryKey(lease.lineage, lease.group_id, member, lease.attempt),
+            key=TrajectoryKey(episode.lineage, lease.group_id, member, lease.attempt),
             env_id=lease.env_id,
             task_index=lease.task_index,
             seed=lease.seed,

@@ -19,6 +19,7 @@ from .audit_report import AuditReport, EnvBias, note
 from .audit_tasks import check_tasks
 from .bias import Bias
 from .ledger import Ledger
+from .lineages import Lineages
 from .tables import BatchRow
 
 Ints = npt.NDArray[np.int64]
@@ -44,16 +45,16 @@ def audit(folder: Path) -> AuditReport:
             check_tasks(ledger, report)
             bias = Bias(ledger, report.lineage)
             report.fates = {env_id: bias.fates(env_id) for env_id in bias.envs()}
-            batches = list(ledger.batches(report.lineage, 1, 2**62))
-            discarded = list(ledger.rows("SELECT group_id, member, attempt, append_id FROM discarded"))
+            lineages = ledger.lineages()
+            batches = list(ledger.batches(lineages.current))
             appends = list(ledger.locations())
             rows_recorded = dict(ledger.rows("SELECT append_id, num_rows FROM appends"))
         rows = read_log(folder / "stream", ledger, appends, rows_recorded, report)
     finally:
         ledger.close()
     played = _per_trajectory(rows)
-    _match_members(played, np.array(members, np.int64).reshape(-1, 4), np.array(discarded, np.int64).reshape(-1, 4), report)
-    _check_batches(played, batches, failed, report)
+    _match_members(played, np.array(members, np.int64).reshape(-1, 4), report)
+    _check_batches(played, batches, lineages, failed, report)
     return report
 
 
@@ -62,7 +63,8 @@ def audit(folder: Path) -> AuditReport:
 
 def _close_books(ledger: Ledger, report: AuditReport) -> None:
     """Counts per state; every lease in exactly one; batches and states agree."""
-    report.lineage, report.version = int(ledger.meta("lineage") or 0), int(ledger.meta("version") or 0)
+    lineages = ledger.lineages()
+    report.forks, report.lineage, report.version = list(lineages.forks), lineages.current, int(ledger.meta("version") or 0)
     report.num_leased = ledger.num_groups()
     report.counts = {**dict.fromkeys(("open", "ready", "assigned", "trained", "dropped"), 0), **ledger.counts()}
     report.refused = refusals(ledger)
@@ -72,7 +74,7 @@ def _close_books(ledger: Ledger, report: AuditReport) -> None:
     }
     recorded: Counter[int] = Counter()
     wrong: list[str] = []
-    for batch in ledger.batches(report.lineage, 1, 2**62):
+    for batch in ledger.batches(report.lineage):
         report.num_batches += 1
         recorded.update(batch.groups)
         wanted = "trained" if batch.version <= report.version else "assigned"
@@ -84,6 +86,7 @@ def _close_books(ledger: Ledger, report: AuditReport) -> None:
     twice = sorted(group_id for group_id, times in recorded.items() if times > 1)
     report.duplicates += len(twice)
     note(report, wrong + [f"group {group_id} is in {recorded[group_id]} batches" for group_id in twice])
+    _look_at_abandoned(ledger, lineages, report)
     in_batches = report.counts["assigned"] + report.counts["trained"]
     if in_batches != len(recorded):
         note(report, [f"{in_batches} groups are assigned or trained, the batches hold {len(recorded)}"])
@@ -94,6 +97,18 @@ def _close_books(ledger: Ledger, report: AuditReport) -> None:
         note(report, [f"{report.num_leased} groups leased, {total} accounted for"])
     _count_members(ledger, report)
     report.closes = not report.problems
+
+
+def _look_at_abandoned(ledger: Ledger, lineages: Lineages, report: AuditReport) -> None:
+    """What forks left behind: counted, and no group twice in the history of any lineage."""
+    for batch in ledger.all_batches():
+        if not lineages.shares(batch.lineage, batch.version):
+            report.abandoned[batch.lineage] = report.abandoned.get(batch.lineage, 0) + 1
+    for lineage in report.abandoned:
+        times = Counter(group_id for batch in ledger.batches(lineage) for group_id in batch.groups)
+        twice = sorted(group_id for group_id, number in times.items() if number > 1)
+        report.duplicates += len(twice)
+        note(report, [f"group {group_id} is in {times[group_id]} batches of the history of lineage {lineage}" for group_id in twice])
 
 
 def _count_members(ledger: Ledger, report: AuditReport) -> None:
@@ -123,6 +138,8 @@ def _count_endings(ledger: Ledger, report: AuditReport) -> Ints:
     """Counts how committed members ended; returns the keys of those that failed."""
     for status, reason, count in ledger.rows("SELECT status, stop_reason, count(*) FROM members GROUP BY status, stop_reason ORDER BY stop_reason"):
         (report.failures if status == "failed" else report.endings)[reason] = count
+    too_old = "SELECT count(*) FROM members JOIN groups USING (group_id) WHERE state = 'dropped' AND reason = 'age'"
+    report.num_age_drops = next(ledger.rows(too_old))[0]
     report.repeated = dict(ledger.rows("SELECT reason, count(*) FROM failures GROUP BY reason ORDER BY reason"))
     failed = list(ledger.rows("SELECT group_id, member FROM members WHERE status = 'failed'"))
     return np.array([group_id * _MEMBERS + member for group_id, member in failed], np.int64)
@@ -139,7 +156,9 @@ class _Played:
     attempt: Column
     append_id: Column
     num_tokens: Column
+    lineage: Column
     oldest: Column
+    newest: Column
     sampled: Column
     reward: Column
     success: Column
@@ -158,16 +177,17 @@ def _per_trajectory(rows: Rows) -> _Played:
     first = np.flatnonzero(new)
     if len(first) == 0:
         first = np.empty(0, np.int64)
-        return _Played(key, attempt, append_id, key, key, key > 0, rows.reward, rows.success, key, rows.env_names)
+        return _Played(key, attempt, append_id, *[key] * 4, key > 0, rows.reward, rows.success, key, rows.env_names)
     oldest = np.minimum.reduceat(rows.oldest[order], first)
     newest = np.maximum.reduceat(rows.newest[order], first)
     num_tokens = np.add.reduceat(rows.num_tokens[order], first)
-    rest = [column[order][first] for column in (rows.reward, rows.success, rows.env)]
-    return _Played(key[first], attempt[first], append_id[first], num_tokens, oldest, oldest <= newest, *rest, env_names=rows.env_names)
+    lineage, *rest = [column[order][first] for column in (rows.lineage, rows.reward, rows.success, rows.env)]
+    columns = (key[first], attempt[first], append_id[first], num_tokens, lineage, oldest, newest, oldest <= newest, *rest)
+    return _Played(*columns, env_names=rows.env_names)
 
 
-def _match_members(played: _Played, members: Ints, discarded: Ints, report: AuditReport) -> None:
-    """Every committed member has its rows, once; keeps in ``played`` only those rows. ``discarded`` rows were given up when power was lost."""
+def _match_members(played: _Played, members: Ints, report: AuditReport) -> None:
+    """Every committed member has its rows, once; keeps in ``played`` only those rows."""
     report.num_trajectories = len(members)
     wanted = members[:, 0] * _MEMBERS + members[:, 1]
     place = np.searchsorted(wanted, played.key)
@@ -177,10 +197,10 @@ def _match_members(played: _Played, members: Ints, discarded: Ints, report: Audi
         known = (wanted[place] == played.key) & (members[place, 2] == played.attempt) & (members[place, 3] == played.append_id)
     missing = np.setdiff1d(wanted, played.key[known])
     note(report, [f"group {key // _MEMBERS} member {key % _MEMBERS} is committed, its rows are not in the log" for key in missing.tolist()])
-    unclaimed = int(np.count_nonzero(~known)) - len(discarded)
+    unclaimed = int(np.count_nonzero(~known))
     if unclaimed != 0:
         note(report, [f"{unclaimed} trajectories in the log belong to no committed member"])
-    for name in ("key", "attempt", "append_id", "num_tokens", "oldest", "sampled", "reward", "success", "env"):
+    for name in ("key", "attempt", "append_id", "num_tokens", "lineage", "oldest", "newest", "sampled", "reward", "success", "env"):
         setattr(played, name, getattr(played, name)[known])
     twice = len(played.key) - len(np.unique(played.key))
     report.duplicates += twice
@@ -188,7 +208,7 @@ def _match_members(played: _Played, members: Ints, discarded: Ints, report: Audi
         note(report, [f"{twice} members have their rows in the log twice"])
 
 
-def _check_batches(played: _Played, batches: list[BatchRow], failed: Ints, report: AuditReport) -> None:
+def _check_batches(played: _Played, batches: list[BatchRow], lineages: Lineages, failed: Ints, report: AuditReport) -> None:
     """Recomputes the lag of everything that was trained, and compares what was trained with what was played. ``failed`` are keys of members."""
     trained = np.zeros(len(played.key), bool)
     for batch in batches:
@@ -199,7 +219,7 @@ def _check_batches(played: _Played, batches: list[BatchRow], failed: Ints, repor
         inside = np.concatenate([np.arange(start, stop) for start, stop in spans]) if batch.groups else np.empty(0, np.int64)
         withheld = np.isin(played.key[inside], [group_id * _MEMBERS + member for group_id, member in batch.withheld])
         live = inside[~withheld & played.sampled[inside]]
-        lag = int((batch.version - 1 - played.oldest[live]).max(initial=0))
+        lag = int((batch.version - 1 - _reckoned(played, live, lineages, batch.lineage)).max(initial=0))
         if lag > batch.lag_bound:
             note(report, [f"batch {batch.version} trains a lag of {lag}, allowed were {batch.lag_bound}"])
         if lag != batch.max_lag:
@@ -216,6 +236,16 @@ def _check_batches(played: _Played, batches: list[BatchRow], failed: Ints, repor
             int(np.count_nonzero(here & trained)),
             *(_mean(column[chosen]) for column in (played.num_tokens, played.reward, played.success) for chosen in (here, here & trained)),
         )
+
+
+def _reckoned(played: _Played, rows: Ints, lineages: Lineages, learner: int) -> Column:
+    """The version that the lag of each of ``rows`` counts from, for a learner of that lineage; see :meth:`Lineages.reckoned`."""
+    oldest = played.oldest[rows].copy()
+    for lineage in np.unique(played.lineage[rows]).tolist():
+        if lineage != learner:
+            foreign = played.lineage[rows] == lineage
+            oldest[foreign] = np.minimum(oldest[foreign], 2 * lineages.common(lineage, learner) - played.newest[rows][foreign])
+    return oldest
 
 
 def _mean(values: Column) -> float:

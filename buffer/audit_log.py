@@ -24,7 +24,7 @@ from .sealed import Sealed, SealedFile, file_checksum, sealed_path
 
 Column = npt.NDArray[Any]
 
-_READ = ("group_id", "member", "attempt", "env_id", "reward", "env_metrics", "loss_mask", "version_starts", "version_values")
+_READ = ("group_id", "member", "attempt", "lineage", "env_id", "reward", "env_metrics", "loss_mask", "version_starts", "version_values")
 _UNSAMPLED = np.iinfo(np.int32).max
 
 
@@ -36,6 +36,7 @@ class Rows:
     group_id: Column
     member: Column
     attempt: Column
+    lineage: Column
     num_tokens: Column
     oldest: Column
     newest: Column
@@ -68,7 +69,7 @@ def read_log(folder: Path, ledger: Ledger, appends: Iterable[tuple[int, Location
     for path in folder.glob("*.arrows"):
         if int(path.stem) not in by_segment:
             report.unrecorded_bytes += max(0, path.stat().st_size - len(SCHEMA_MESSAGE))
-    joined = [np.concatenate(column) for column in zip(*parts, strict=True)] if parts else [np.empty(0, np.int64)] * 10
+    joined = [np.concatenate(column) for column in zip(*parts, strict=True)] if parts else [np.empty(0, np.int64)] * 11
     report.num_rows = len(joined[0]) - report.num_removed
     return Rows(*joined, env_names=list(names))
 
@@ -138,15 +139,15 @@ def _read_sealed(
 def _removed(ledger: Ledger, appends: list[tuple[int, Location]], names: dict[str, int]) -> list[Column]:
     """What the ledger still knows of a removed segment's members, as :class:`Rows` with one row each."""
     query = (
-        "SELECT append_id, group_id, member, members.attempt, num_tokens, min_version, max_version, reward, env_id FROM members JOIN groups USING (group_id) "
-        "WHERE append_id BETWEEN ? AND ?"
+        "SELECT append_id, group_id, member, members.attempt, members.lineage, num_tokens, min_version, max_version, reward, env_id "
+        "FROM members JOIN groups USING (group_id) WHERE append_id BETWEEN ? AND ?"
     )
     rows = list(ledger.rows(query, (appends[0][0], appends[-1][0])))
-    ids = np.array([row[:5] for row in rows], np.int64).reshape(-1, 5).T
-    oldest = np.array([_UNSAMPLED if row[5] is None else row[5] for row in rows], np.int64)
-    newest = np.array([-1 if row[6] is None else row[6] for row in rows], np.int64)
-    reward = np.array([np.nan if row[7] is None else row[7] for row in rows], np.float64)
-    env = np.array([names.setdefault(row[8], len(names)) for row in rows], np.int64)
+    ids = np.array([row[:6] for row in rows], np.int64).reshape(-1, 6).T
+    oldest = np.array([_UNSAMPLED if row[6] is None else row[6] for row in rows], np.int64)
+    newest = np.array([-1 if row[7] is None else row[7] for row in rows], np.int64)
+    reward = np.array([np.nan if row[8] is None else row[8] for row in rows], np.float64)
+    env = np.array([names.setdefault(row[9], len(names)) for row in rows], np.int64)
     return [*ids, oldest, newest, reward, np.full(len(rows), np.nan), env]
 
 
@@ -157,7 +158,7 @@ def _columns(append_id: Column, batch: pa.RecordBatch, names: dict[str, int]) ->
     oldest, newest, _ = sampled(mask, Lists.of(column["version_starts"]), Lists.of(column["version_values"]))
     coded = column["env_id"].dictionary_encode()
     codes = np.array([names.setdefault(name, len(names)) for name in coded.dictionary.to_pylist()], np.int64)
-    ids = [column[name].to_numpy().astype(np.int64) for name in ("group_id", "member", "attempt")]
+    ids = [column[name].to_numpy().astype(np.int64) for name in ("group_id", "member", "attempt", "lineage")]
     reward = column["reward"].to_numpy(zero_copy_only=False).astype(np.float64)
     return [append_id, *ids, mask.lengths, oldest, newest, reward, _metric(column["env_metrics"], "success"), codes[coded.indices.to_numpy()]]
 

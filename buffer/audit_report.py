@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from .bias import Fate, Tally
+from .lineages import Fork
 
 _MAX_NAMED = 5
 """Problems of one kind that are spelled out."""
@@ -39,7 +40,10 @@ class EnvCursor:
 
 @dataclass(slots=True)
 class AuditReport:
-    """What the audit found. ``counts`` are groups per state; ``num_trained`` and ``num_age_drops`` count trajectories (trained; withheld for age).
+    """What the audit found. ``counts`` are groups per state; ``num_trained`` and ``num_age_drops`` count trajectories (trained; withheld or dropped for age).
+
+    Batches, versions and what was trained are those of the history of ``lineage``, the current one. ``forks`` are where lineages began, ``abandoned``
+    counts the batches of each that were left behind.
 
     ``failures`` counts failed trajectories per reason: they carry no training signal, so none counts as trained. ``endings`` counts the others by how they
     ended. ``repeated`` counts per reason the failed attempts that were played again; ``num_unplayed`` are members that groups were closed without.
@@ -53,6 +57,8 @@ class AuditReport:
 
     folder: Path
     lineage: int = 0
+    forks: list[Fork] = field(default_factory=list[Fork])
+    abandoned: dict[int, int] = field(default_factory=dict[int, int])
     version: int = 0
     num_leased: int = 0
     counts: dict[str, int] = field(default_factory=dict[str, int])

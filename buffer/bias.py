@@ -5,7 +5,7 @@ A finished trajectory has one of these fates once it is decided:
     trained    in a batch, scored, not too old
     withheld   in a batch, beyond max_lag: its tokens do not train
     invalid    failed, or never scored
-    dropped    scored, but its group was dropped at its deadline
+    dropped    scored, but its group was dropped: at its deadline, or for its age after a fork
     late       came after its group had been closed, and was never stored (only counted, with its length)
 
 If what is left out is longer or worse than what is trained, what could be trained depended on it.

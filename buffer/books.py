@@ -50,12 +50,12 @@ class Books(Leases):
         """
         for fact in facts:
             name = f"group {fact.group_id} member {fact.member}"
-            if fact.group_id >= self.num_leased or fact.lineage != self.lineage:
+            if fact.group_id >= self.num_leased or fact.lineage not in self.lineages:
                 raise Refused(
                     "unknown_group",
-                    f"{name}: lineage {self.lineage} has leased {self.num_leased} groups; this is group {fact.group_id} of lineage {fact.lineage}",
+                    f"{name} of lineage {fact.lineage}: {self.num_leased} groups were leased, and the newest lineage is {self.lineage}",
                 )
-            if fact.max_version is not None and fact.max_version > self.last_batch:
+            if fact.lineage == self.lineage and fact.max_version is not None and fact.max_version > self.last_batch:
                 raise Refused("malformed", f"{name}: tokens of version {fact.max_version}, but no batch beyond {self.last_batch} was ever formed")
             group = self._groups.get(fact.group_id)
             row = self.ledger.group(fact.group_id) if group is None else group.row
@@ -97,7 +97,7 @@ class Books(Leases):
         return "superseded"
 
     def _commit_member(self, group: Group, fact: Fact, append_id: int) -> None:
-        member = MemberRow(fact.group_id, fact.member, fact.attempt, append_id, fact.reward, fact.status, fact.stop_reason, *fact[7:11])
+        member = MemberRow(fact.group_id, fact.member, fact.attempt, append_id, fact.reward, fact.status, fact.stop_reason, *fact[7:11], fact.lineage)
         group.members[fact.member] = member
         self.ledger.put_member(member)
         if len(group.members) < group.row.num_members:
@@ -129,11 +129,18 @@ class Books(Leases):
         taken = choose(self._groups.values(), self.rules) if self._num_ready >= self.rules.batch_groups else []
         return self._record(version, taken) if taken else None
 
+    def shared(self, batch: BatchRow) -> dict[int, int]:
+        """Of each other lineage that rows of ``batch`` were sampled in: the last version that its history shares with the batch's."""
+        if not self.lineages.forks:
+            return {}
+        sampled = {member.lineage for group_id in batch.groups for member in self.ledger.members(group_id)}
+        return {lineage: self.lineages.common(lineage, batch.lineage) for lineage in sampled - {batch.lineage}}
+
     def _record(self, version: int, taken: list[Group]) -> BatchRow:
         withheld: list[tuple[int, int]] = []
         max_lag = 0
         for member in (member for group in taken for _, member in sorted(group.members.items())):
-            lag = 0 if member.min_version is None else version - 1 - member.min_version
+            lag = self._lag(member, version - 1)
             if lag > self.rules.max_lag:
                 withheld.append((member.group_id, member.member))
             else:
@@ -150,6 +157,26 @@ class Books(Leases):
         self.counters["refilled_groups"] += len(taken) - self.rules.batch_groups
         return batch
 
+    def _lag(self, member: MemberRow, version: int) -> int:
+        """Lag of a trajectory for a learner that holds ``version``; 0 where it sampled nothing."""
+        if member.min_version is None or member.max_version is None:
+            return 0
+        return version - self.lineages.reckoned(member.lineage, member.min_version, member.max_version, self.lineage)
+
+    def _drop_too_old(self) -> None:
+        """Drops ready groups of which an abandoned lineage sampled everything too long ago: they could only take the place of groups that teach.
+
+        Within a lineage the window lets no group come to that; there whatever is beyond the bound is withheld from its batch.
+        """
+        if self.lineage == 0:
+            return
+        for group in [group for group in self._groups.values() if group.row.state == "ready"]:
+            members = group.members.values()
+            if all(member.lineage != self.lineage and self._lag(member, self.version) > self.rules.max_lag for member in members):
+                self.counters["age_drops"] += len(members)
+                self._num_ready -= 1
+                self._drop(group, "age")
+
     def trained(self, version: int) -> None:
         """The learner holds ``version`` now. Saying so again changes nothing.
 
@@ -164,15 +191,23 @@ class Books(Leases):
             raise Refused("malformed", f"version {version} cannot be trained: the learner held {self.version} and batches up to {self.last_batch} are recorded")
         self._shift(self.version + 1, version, "assigned", "trained")
         self._set_version(version)
+        self._drop_too_old()
         self.check()
 
-    def resume(self, version: int) -> None:
-        """The learner holds ``version``, whatever was known before: what was recorded beyond it will be served again (redo).
+    def resume(self, version: int, lineage: int | None = None) -> None:
+        """The learner holds ``version`` of ``lineage`` (None: the current one), whatever was known before. What was recorded beyond it is served again (redo).
 
         Raises:
-            Refused: the version was never recorded.
+            Refused: the version was never recorded, or a fork abandoned it.
 
         """
+        if lineage is not None and not self.lineages.shares(lineage, version):
+            last = self.lineages.common(lineage, self.lineage) if lineage in self.lineages else 0
+            raise Refused(
+                "malformed",
+                f"the learner holds version {version} of lineage {lineage}, which was left after version {last}: resume from a checkpoint up to that, "
+                f"or of lineage {self.lineage}",
+            )
         if not 0 <= version <= self.last_batch:
             raise Refused(
                 "malformed", f"the learner holds version {version}, but batches only up to {self.last_batch} are recorded; resume from an older checkpoint"
@@ -184,6 +219,7 @@ class Books(Leases):
         if version != self.version:
             logger.info("event=learner_resumed from_version=%d to_version=%d recorded=%d", self.version, version, self.last_batch)
             self._set_version(version)
+        self._drop_too_old()
         self.check()
 
     def _shift(self, first: int, last: int, before: Literal["assigned", "trained"], after: Literal["assigned", "trained"]) -> None:

@@ -132,6 +132,7 @@ class _Client:
         self._silent_s = silent_s
         self._incarnation = uuid.uuid4().hex
         self._version: int | None = None
+        self._lineage: int | None = None
         self._context = zmq.Context()
         self._connections: dict[int, Connection] = {}
         self._lock = threading.Lock()
@@ -164,7 +165,7 @@ class _Client:
 
     def _introduction(self, index: int) -> wire.Hello:
         if index == 0:
-            return wire.Hello(self._role, self._peer_id, self._incarnation, SCHEMA_VERSION, version=self._version)
+            return wire.Hello(self._role, self._peer_id, self._incarnation, SCHEMA_VERSION, version=self._version, lineage=self._lineage)
         return wire.Hello(self._role, f"{self._peer_id}/{index}", self._incarnation, SCHEMA_VERSION)
 
     def _ask(self, message: wire.ClientMessage, timeout_s: float | None = None) -> wire.ServerMessage:
@@ -186,15 +187,17 @@ class LearnerClient(_Client):
         super().__init__(endpoint, run_id, "learner", peer_id, silent_s, keys)
         self._rank, self._ranks = rank, ranks
 
-    def hello(self, version: int | None) -> wire.Welcome:
-        """Says that the learner holds ``version``; recorded batches beyond it will be served again. A rank other than 0 says None, which changes nothing.
+    def hello(self, version: int | None, lineage: int | None = None) -> wire.Welcome:
+        """Says that the learner holds ``version`` of ``lineage`` (None: the current one); recorded batches beyond it will be served again.
+
+        A rank other than 0 says no version, which changes nothing.
 
         Raises:
             DeadlineExceeded: no buffer answered.
-            Refused: wrong run, protocol or schema, or a version the buffer never saw.
+            Refused: wrong run, protocol or schema, a version the buffer never saw, or one that a fork abandoned.
 
         """
-        self._version = version
+        self._version, self._lineage = version, lineage
         welcome = self._ask(self._introduction(0))
         assert isinstance(welcome, wire.Welcome)
         return welcome
@@ -228,7 +231,7 @@ class LearnerClient(_Client):
             Refused: a version was left out.
 
         """
-        self._version = version
+        self._version, self._lineage = version, None  # trained here, so of the current lineage
         self._ask(wire.Trained(version))
 
     def published(self, version: int, digest: str) -> str:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 import pyarrow as pa
 
@@ -19,8 +19,8 @@ _WHOLE_BYTES = 128 * 1024  # from this size on sending an append as it lies cost
 _MERGED_BYTES = 64 * 1024 * 1024
 
 
-def read_header(ledger: Ledger, log: Log, group_ids: Sequence[int]) -> Header:
-    """The header of a batch of these groups, from its rows.
+def read_header(ledger: Ledger, log: Log, group_ids: Sequence[int], shared: Mapping[int, int]) -> Header:
+    """The header of a batch of these groups, from its rows; ``shared`` as :func:`~rollstream.buffer.header.entries` takes it.
 
     Raises:
         Corrupt: the log no longer holds what was stored.
@@ -28,7 +28,7 @@ def read_header(ledger: Ledger, log: Log, group_ids: Sequence[int]) -> Header:
     """
     found: dict[Member, Entry] = {}
     for append_id, keys in _wanted(ledger, group_ids).items():
-        found |= entries(committed(log.read(ledger.append(append_id)[0]), set(keys)))
+        found |= entries(committed(log.read(ledger.append(append_id)[0]), set(keys)), shared)
     return assemble(found, group_ids)
 
 

@@ -221,7 +221,7 @@ class Handlers:
             )
         self.books.tasks.announce(hello.tasks)
         if hello.role == "learner" and hello.version is not None:
-            self.books.resume(hello.version)
+            self.books.resume(hello.version, hello.lineage)
         self.peers.hello(route, hello, now)
         if hello.role == "actor":
             self.books.give_up(hello.peer_id, keep=frozenset(hello.holding))

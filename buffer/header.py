@@ -9,7 +9,8 @@ The buffer makes it from the log when a batch is pulled. A batch that never cros
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
@@ -19,6 +20,7 @@ import xxhash
 
 from .columns import encode
 from .facts import Lists
+from .lineages import folded
 from .types import Batch, Header
 
 Member = tuple[int, int]
@@ -42,18 +44,24 @@ class Entry(NamedTuple):
 _OWN = ("reward", "status", "stop_reason", "env_metrics", "temperature", "top_p", "top_k", "env_id")
 
 
-def entries(batch: pa.RecordBatch) -> dict[Member, Entry]:
-    """The entries of the trajectories whose rows ``batch`` holds, one after the other."""
+def entries(batch: pa.RecordBatch, shared: Mapping[int, int] = MappingProxyType({})) -> dict[Member, Entry]:
+    """The entries of the trajectories whose rows ``batch`` holds, one after the other.
+
+    ``shared`` gives, for each lineage that is not the learner's, the last version f that both histories have in common: a version v beyond it is reckoned as
+    2f - v, so that the lag of any token is V less its version.
+    """
     column = dict(zip(batch.schema.names, batch.columns, strict=True))
     lengths = Lists.of(column["token_ids"]).lengths.tolist()
     sampled = _sampled(Lists.of(column["loss_mask"]), Lists.of(column["version_starts"]), Lists.of(column["version_values"]))
     own = list(zip(*(column[name].to_pylist() for name in _OWN), strict=True))
     found: dict[Member, Entry] = {}
     keys = zip(*(column[name].to_pylist() for name in ("group_id", "member")), strict=True)
-    for key, values, length, runs in zip(keys, own, lengths, sampled, strict=True):
+    lineages = column["lineage"].to_pylist()
+    for key, lineage, values, length, runs in zip(keys, lineages, own, lengths, sampled, strict=True):
         if key not in found:
             found[key] = Entry(*values[:3], dict(values[3]), *values[4:], [])
-        found[key].segments.append((length, runs))
+        fork = shared.get(lineage)
+        found[key].segments.append((length, runs if fork is None else [(folded(version, version, fork), count) for version, count in runs]))
     return found
 
 

@@ -20,6 +20,7 @@ import pyarrow as pa
 
 from ..errors import ConfigError, Corrupt, MissingExtra
 from .columns import SCHEMA, decode, rows_of
+from .lineages import Lineages
 from .log import segment_path
 from .recorded import Segments, open_ledger
 from .sealed import sealed_path
@@ -76,6 +77,7 @@ class Listed(NamedTuple):
     trained_version: int | None
     lag: int | None
     withheld: bool
+    lineage: int
     append_id: int
 
 
@@ -89,12 +91,12 @@ _MEMBERS_TABLE = pa.schema(
         ("state", pa.string()),
         *((name, pa.int64()) for name in ("trained_version", "lag")),
         ("withheld", pa.bool_()),
-        ("append_id", pa.int64()),
+        *((name, pa.int64()) for name in ("lineage", "append_id")),
     ]
 )
 _KNOWN = (
     "m.group_id, m.member, m.attempt, g.env_id, m.reward, m.status, m.stop_reason, m.num_tokens, m.num_trained_tokens, m.min_version, m.max_version, "
-    "g.state, g.version, m.append_id"
+    "g.state, g.version, m.lineage, m.append_id"
 )
 _ADDED = ("state", "trained_version", "lag", "withheld")
 EXPORTED = pa.schema([*SCHEMA, *(_MEMBERS_TABLE.field(name) for name in _ADDED)])
@@ -135,10 +137,11 @@ class Inspector:
         with self._ledger.snapshot():
             rows = list(self._ledger.rows(query, [*values, -1 if chosen.limit is None else chosen.limit]))
             versions = [row[12] for row in rows if row[12] is not None]
-            lineage = int(self._ledger.meta("lineage") or 0)
-            batches = self._ledger.batches(lineage, min(versions), max(versions)) if versions else iter(())
-            withheld = {pair for batch in batches for pair in batch.withheld}
-        return [_listed(row, (row[0], row[1]) in withheld) for row in reversed(rows)]
+            lineages = self._ledger.lineages()
+            batches = list(self._ledger.batches(lineages.current, min(versions), max(versions))) if versions else []
+        withheld = {pair for batch in batches for pair in batch.withheld}
+        owners = {batch.version: batch.lineage for batch in batches}
+        return [_listed(row, (row[0], row[1]) in withheld, owners.get(row[12], 0), lineages) for row in reversed(rows)]
 
     def envs(self) -> list[str]:
         """Every environment that was leased."""
@@ -249,9 +252,10 @@ class Inspector:
 
     def _table(self, name: str) -> pa.Table:
         if name == "batches":
-            lineage = int(self._ledger.meta("lineage") or 0)
-            batches = list(self._ledger.batches(lineage, 1, 2**62))
-            columns = {field: [getattr(batch, field) for batch in batches] for field in ("version", "groups", "max_lag", "lag_bound")}
+            batches = self._ledger.all_batches()
+            columns = {field: [getattr(batch, field) for batch in batches] for field in ("lineage", "version", "groups", "max_lag", "lag_bound")}
+            lineages = self._ledger.lineages()
+            columns["surviving"] = [lineages.shares(batch.lineage, batch.version) for batch in batches]
             withheld = [[{"group_id": group_id, "member": member} for group_id, member in batch.withheld] for batch in batches]
             return pa.table({**columns, "withheld": pa.array(withheld, pa.list_(pa.struct([("group_id", pa.int64()), ("member", pa.int64())])))})
         names = [row[1] for row in self._ledger.rows("PRAGMA table_info(groups)")]
@@ -260,11 +264,11 @@ class Inspector:
         return pa.table({name: pa.array([row[place] for row in rows], pa.string() if name in texts else pa.int64()) for place, name in enumerate(names)})
 
 
-def _listed(row: tuple[Any, ...], withheld: bool) -> Listed:
-    *known, state, version, append_id = row
-    oldest = known[9]
-    lag = None if version is None or oldest is None or withheld else version - 1 - oldest
-    return Listed._make((*known, state, version, lag, withheld, append_id))
+def _listed(row: tuple[Any, ...], withheld: bool, learner: int, lineages: Lineages) -> Listed:
+    *known, state, version, lineage, append_id = row
+    oldest, newest = known[9:11]
+    lag = None if version is None or oldest is None or withheld else version - 1 - lineages.reckoned(lineage, oldest, newest, learner)
+    return Listed._make((*known, state, version, lag, withheld, lineage, append_id))
 
 
 def _table_of(listed: list[Listed]) -> pa.Table:

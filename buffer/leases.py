@@ -31,7 +31,8 @@ class Leases:
     def __init__(self, ledger: Ledger, rules: Rules) -> None:
         self.ledger = ledger
         self.rules = rules
-        self.lineage = int(ledger.meta("lineage") or 0)
+        self.lineages = ledger.lineages()
+        self.lineage = self.lineages.current
         self.version = int(ledger.meta("version") or 0)
         self.last_batch = ledger.last_batch(self.lineage)
         self.num_leased = ledger.num_groups()
@@ -100,9 +101,9 @@ class Leases:
         return self._groups[group_id]
 
     def _lease(self, group: Group, peer_id: str, now: float) -> Lease:
-        """A re-lease never asks for an older version than the first one did: its place in the order was reckoned from that."""
+        """A re-lease never asks for an older version than the first one did: its place in the order was reckoned from that (a fork reckons anew)."""
         admit_version = max(group.row.admit_version, self.version)
-        self._put(group, admit_version=admit_version, attempt=group.row.attempt + 1, holder=peer_id)
+        self._put(group, lineage=self.lineage, admit_version=admit_version, attempt=group.row.attempt + 1, holder=peer_id)
         group.playing = set(group.missing)
         group.granted_at = now
         if group.row.attempt == 0:

@@ -19,6 +19,7 @@ import msgspec
 
 from ..errors import DiskFull, RunFolderError, StreamError
 from .columns import SCHEMA_VERSION
+from .lineages import NEVER, Fork, Lineages
 from .log import Location
 from .sealed import SealedFile, StoredAppend, flush_file
 from .tables import LEDGER_VERSION, TABLES, BatchRow, GroupRow, MemberRow
@@ -117,7 +118,7 @@ class Ledger:
             self._write_all("INSERT OR REPLACE INTO groups VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", groups.values())
         if self._new_members:
             members, self._new_members = self._new_members, []
-            self._write_all("INSERT INTO members VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", members)
+            self._write_all("INSERT INTO members VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", members)
 
     def commit(self) -> None:
         """Ends the open transaction, if any: its changes survive the death of the process.
@@ -331,23 +332,43 @@ class Ledger:
         self.write("INSERT INTO batches VALUES(?, ?, ?, ?, ?, ?)", values)
 
     def batch(self, lineage: int, version: int) -> BatchRow | None:
-        """The batch that makes ``version``, None where it was not yet formed."""
+        """The batch that makes ``version`` in the history of ``lineage``, None where it was not yet formed."""
         return next(self.batches(lineage, version, version), None)
 
-    def batches(self, lineage: int, first: int, last: int) -> Iterator[BatchRow]:
-        """Recorded batches ``first`` to ``last``, in order."""
+    def batches(self, lineage: int, first: int = 1, last: int = NEVER) -> Iterator[BatchRow]:
+        """Recorded batches ``first`` to ``last`` of the history of ``lineage``, in order; each names the lineage that formed it."""
         query = "SELECT version, groups, withheld, max_lag, lag_bound FROM batches WHERE lineage = ? AND version BETWEEN ? AND ? ORDER BY version"
-        for version, groups, withheld, max_lag, lag_bound in self.rows(query, (lineage, first, last)):
-            yield BatchRow(lineage, version, _ids.decode(groups), _pairs.decode(withheld), max_lag, lag_bound)
+        for span in self.lineages().spans(lineage):
+            for version, groups, withheld, max_lag, lag_bound in self.rows(query, (span.lineage, max(first, span.first), min(last, span.last))):
+                yield BatchRow(span.lineage, version, _ids.decode(groups), _pairs.decode(withheld), max_lag, lag_bound)
+
+    def all_batches(self) -> list[BatchRow]:
+        """Every recorded batch of every lineage, abandoned or not."""
+        return [
+            BatchRow(lineage, version, _ids.decode(groups), _pairs.decode(withheld), max_lag, lag_bound)
+            for lineage, version, groups, withheld, max_lag, lag_bound in self.rows("SELECT * FROM batches ORDER BY lineage, version")
+        ]
 
     def last_batch(self, lineage: int) -> int:
-        """Version of the newest recorded batch; 0 where there is none."""
-        return next(self.rows("SELECT ifnull(max(version), 0) FROM batches WHERE lineage = ?", (lineage,)))[0]
+        """Version of the newest recorded batch in the history of ``lineage``; where the lineage has none, that of its fork."""
+        fork = self.lineages().fork_of(lineage)
+        return next(self.rows("SELECT ifnull(max(version), ?) FROM batches WHERE lineage = ? AND version > ?", (fork.version, lineage, fork.version)))[0]
 
     def digest(self, lineage: int, version: int) -> str | None:
-        """Digest of a version's weights, None where it was not yet published."""
-        return next((digest for (digest,) in self.rows("SELECT digest FROM versions WHERE lineage = ? AND version = ?", (lineage, version))), None)
+        """Digest of a version's weights in the history of ``lineage``, None where it was not yet published."""
+        values = (self.lineages().owner(lineage, version), version)
+        return next((digest for (digest,) in self.rows("SELECT digest FROM versions WHERE lineage = ? AND version = ?", values)), None)
 
     def put_digest(self, lineage: int, version: int, digest: str) -> None:
-        """Records the digest of a version's weights."""
-        self.write("INSERT INTO versions VALUES(?, ?, ?)", (lineage, version, digest))
+        """Records the digest of a version's weights in the history of ``lineage``."""
+        self.write("INSERT INTO versions VALUES(?, ?, ?)", (self.lineages().owner(lineage, version), version, digest))
+
+    # --- lineages -------------------------------------------------------------------------------------------------------------------
+
+    def lineages(self) -> Lineages:
+        """The tree of lineages."""
+        return Lineages(Fork(*row) for row in self.rows("SELECT lineage, parent, version, reason FROM forks"))
+
+    def put_fork(self, fork: Fork) -> None:
+        """Records where a new lineage begins."""
+        self.write("INSERT INTO forks VALUES(?, ?, ?, ?)", fork)

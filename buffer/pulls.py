@@ -107,7 +107,7 @@ class Pulls:
     def _rows(self, pull: wire.PullBatch, batch: BatchRow, *, recorded: bool) -> tuple[wire.BatchReply, list[pa.Buffer]]:
         """The header of the whole batch, and the rows dealt to the rank that asks."""
         if self._header is None or self._header[:2] != (batch.lineage, batch.version):  # the other ranks ask for the same one
-            self._header = (batch.lineage, batch.version, read_header(self._books.ledger, self._log, batch.groups))
+            self._header = (batch.lineage, batch.version, read_header(self._books.ledger, self._log, batch.groups, self._books.shared(batch)))
         header = self._header[2]
         members = None
         if pull.ranks > 1:

@@ -17,6 +17,7 @@ import pyarrow as pa
 from ..errors import ConfigError, Corrupt, RunFolderError
 from .columns import decode, from_frame
 from .gather import committed
+from .header import Entry, Member, assemble, entries
 from .ledger import BatchRow, Ledger
 from .log import Location, segment_path
 from .sealed import Sealed, sealed_path
@@ -64,19 +65,22 @@ def open_ledger(folder: Path) -> Ledger:
 
 
 class Recorded:
-    """The recorded batches of the run in ``folder``, open for reading; a context manager.
+    """The recorded batches of one lineage's history (None is the current one) of the run in ``folder``, open for reading; a context manager.
 
     Raises:
         RunFolderError: there is no ledger.
+        ConfigError: there is no such lineage.
 
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, lineage: int | None = None) -> None:
         self._ledger = open_ledger(folder)
         self._segments = Segments(folder / "stream")
-        self.lineage = int(self._ledger.meta("lineage") or 0)
-        self.version = int(self._ledger.meta("version") or 0)
-        """The newest version that was trained."""
+        self.lineages = self._ledger.lineages()
+        self.lineage = self.lineages.current if lineage is None else lineage
+        if self.lineage not in self.lineages:
+            self._ledger.close()
+            raise ConfigError(f"lineage {lineage} was never begun: the newest is {self.lineages.current}, counted from 0")
 
     def __enter__(self) -> Self:
         return self
@@ -95,16 +99,23 @@ class Recorded:
         with self._ledger.snapshot():
             found = self._ledger.batch(self.lineage, version)
             if found is None:
-                raise ConfigError(f"version {version} has no recorded batch: there are {self._ledger.last_batch(self.lineage)}, counted from 1")
+                raise ConfigError(
+                    f"version {version} of lineage {self.lineage} has no recorded batch: there are {self._ledger.last_batch(self.lineage)}, counted from 1"
+                )
             appends, removed = self._appends(found), {sealed.segment for sealed, gone in self._ledger.segments() if gone}
+            shared = {other: self.lineages.common(other, found.lineage) for other in range(self.lineages.current + 1) if other != found.lineage}
         trajectories: list[Trajectory] = []
+        described: dict[Member, Entry] = {}
         for location, keys in appends:
             if location.segment in removed:
                 raise ConfigError(f"the rows of version {version}'s batch were removed by retention (buffer.keep_gb); ask for a newer version")
-            trajectories.extend(decode(committed(self._segments.read(location), keys)))
+            rows = committed(self._segments.read(location), keys)
+            trajectories.extend(decode(rows))
+            described |= entries(rows, shared)
         place = {group_id: index for index, group_id in enumerate(found.groups)}
         trajectories.sort(key=lambda trajectory: (place[trajectory.key.group_id], trajectory.key.member))
-        return Batch(found.lineage, version, tuple(found.groups), tuple(trajectories), frozenset(found.withheld), recorded=True)
+        header = assemble(described, found.groups)
+        return Batch(found.lineage, version, tuple(found.groups), tuple(trajectories), frozenset(found.withheld), True, header)
 
     def _appends(self, batch: BatchRow) -> list[tuple[Location, set[tuple[int, int, int]]]]:
         """Where the committed rows of a batch lie, and which (group, member, attempt) they are."""

@@ -22,7 +22,7 @@ from .curve import Context, Gate, buffer_keys, prepare_keys
 from .handlers import Handlers
 from .ledger import Ledger
 from .log import Log
-from .recovery import forget
+from .recovery import forget, fork_once
 from .sealer import Sealer, recover_sealed
 from .window import Rules
 
@@ -54,6 +54,8 @@ def serve(run: Run, stop: threading.Event) -> None:
             lost = log.recover(ledger.segment_ends(), ledger.unsynced())
             if lost:
                 forget(ledger, lost)
+            fork_once(ledger, run.fork, log.read)
+            log.release()
             handlers = Handlers(run, Books(ledger, rules), log)
             with (
                 zmq.Context() as context,

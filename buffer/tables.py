@@ -2,7 +2,8 @@
 
 ``groups`` are leases and what became of them; ``members`` the attempts that won; ``failures`` attempts that are played again, with their reason; ``unplayed``
 members that a group was closed without, at its deadline, with length and reward where they came late; ``tasks`` the environments with their weights, and
-from which of its leases on (``since``) how many tasks each has, null where there is no end to them.
+from which of its leases on (``since``) how many tasks each has, null where there is no end to them; ``forks`` where each
+lineage but the first began.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import NamedTuple
 
 from .types import GroupState
 
-LEDGER_VERSION = 3
+LEDGER_VERSION = 4
 """Of the tables below: another one's ledger is refused."""
 
 TABLES = """
@@ -23,7 +24,7 @@ CREATE INDEX IF NOT EXISTS groups_unassigned ON groups(sequence) WHERE state IN 
 CREATE TABLE IF NOT EXISTS members(
     group_id INTEGER NOT NULL, member INTEGER NOT NULL, attempt INTEGER NOT NULL, append_id INTEGER NOT NULL, reward REAL, status TEXT NOT NULL,
     stop_reason TEXT NOT NULL, num_tokens INTEGER NOT NULL, num_trained_tokens INTEGER NOT NULL, min_version INTEGER, max_version INTEGER,
-    PRIMARY KEY(group_id, member)) WITHOUT ROWID;
+    lineage INTEGER NOT NULL, PRIMARY KEY(group_id, member)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS failures(
     group_id INTEGER NOT NULL, member INTEGER NOT NULL, attempt INTEGER NOT NULL, reason TEXT NOT NULL,
     PRIMARY KEY(group_id, member, attempt)) WITHOUT ROWID;
@@ -36,7 +37,7 @@ CREATE TABLE IF NOT EXISTS appends(
 CREATE TABLE IF NOT EXISTS batches(
     lineage INTEGER NOT NULL, version INTEGER NOT NULL, groups TEXT NOT NULL, withheld TEXT NOT NULL, max_lag INTEGER NOT NULL, lag_bound INTEGER NOT NULL,
     PRIMARY KEY(lineage, version)) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS discarded(group_id INTEGER NOT NULL, member INTEGER NOT NULL, attempt INTEGER NOT NULL, append_id INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS forks(lineage INTEGER PRIMARY KEY, parent INTEGER NOT NULL, version INTEGER NOT NULL, reason TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS segments(
     segment INTEGER PRIMARY KEY, last_append_id INTEGER NOT NULL, size_bytes INTEGER NOT NULL, checksum TEXT NOT NULL, num_rows INTEGER NOT NULL,
     removed INTEGER NOT NULL);
@@ -76,10 +77,12 @@ class MemberRow(NamedTuple):
     num_trained_tokens: int
     min_version: int | None
     max_version: int | None
+    lineage: int = 0
+    """Whose versions these are."""
 
 
 class BatchRow(NamedTuple):
-    """One recorded batch: its groups in order, the members withheld, the largest lag among what trains, the bound then in force."""
+    """One batch, recorded by ``lineage``: its groups in order, the members withheld, the largest lag among what trains, the bound then in force."""
 
     lineage: int
     version: int

@@ -26,7 +26,10 @@ GroupState = Literal["open", "ready", "assigned", "trained", "dropped"]
 
 
 class TrajectoryKey(NamedTuple):
-    """Identity of one attempt at one member of a group. An insert is idempotent on it (with ``segment`` for its rows)."""
+    """Identity of one attempt at one member of a group. An insert is idempotent on it (with ``segment`` for its rows).
+
+    ``lineage`` is that of the weights that sampled: the one its versions belong to.
+    """
 
     lineage: int
     group_id: int
@@ -138,7 +141,7 @@ class Header(msgspec.Struct, frozen=True):
 
     Columns over its ``N`` trajectories in the batch's order, over their ``B`` segments in that order, and over the ``R`` runs of equal policy version of those:
     ``segment_counts`` ``[N]`` and ``run_counts`` ``[B]`` say how many belong to each. ``segment_tokens`` ``[B]`` are lengths; ``run_sampled`` ``[R]`` counts
-    the tokens of a run that our policy sampled, by the version in ``run_versions`` ``[R]``.
+    the tokens of a run that our policy sampled, by the version in ``run_versions`` ``[R]``, reckoned in the learner's lineage.
     """
 
     group_ids: list[int]

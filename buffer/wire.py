@@ -26,7 +26,7 @@ import msgspec
 
 from .types import Header, Purpose
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 Role = Literal["actor", "learner", "supervisor"]
 RefusalCode = Literal[
@@ -44,7 +44,7 @@ class Message(msgspec.Struct, tag=True, frozen=True):
 class Hello(Message, frozen=True):
     """Introduces a peer. ``incarnation`` differs at every process start; ``holding`` lists the groups this very process still plays.
 
-    The learner gives the ``version`` it holds: batches after it that were recorded are served again (redo). None leaves the books as they are.
+    The learner gives the ``version`` of ``lineage`` it holds: batches after it that were recorded are served again (redo). None leaves the books as they are.
     An actor says in ``tasks`` how many tasks its environments have, where their number is finite.
     """
 
@@ -55,6 +55,7 @@ class Hello(Message, frozen=True):
     holding: list[int] = []
     version: int | None = None
     tasks: dict[str, int] = {}
+    lineage: int | None = None
 
 
 class Credit(Message, frozen=True):
@@ -148,7 +149,8 @@ class FinishedMember(msgspec.Struct, frozen=True):
 class Lease(msgspec.Struct, frozen=True):
     """The right to produce one group. ``members`` are the ones to play; ``finished`` the ones that are done already.
 
-    ``sequence`` numbers training leases in admission order. The actor starts only when its sampler holds ``admit_version`` or newer in ``lineage``.
+    ``sequence`` numbers training leases in admission order. The actor starts only when its sampler holds ``admit_version`` or newer of
+    ``lineage``, or any version of a later one.
     ``seed`` is the environment's reset seed, shared by the group.
     """
 

@@ -6,6 +6,7 @@ YAML is 1.2 (``1e-5`` is a number, ``no`` is a word); duplicate keys are refused
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import importlib.resources
 import io
@@ -26,7 +27,7 @@ from ..errors import ConfigError, RunFolderError
 from .learner_schema import Learner
 from .problems import problems_of
 from .resume import resumed_config
-from .run_folder import Run
+from .run_folder import ForkPoint, Run
 from .schema import Config, Sampling
 
 _PACKAGE = importlib.resources.files(__name__.rpartition(".")[0])
@@ -69,17 +70,34 @@ def load_run(folder: str | Path) -> Run:
     provenance = values.pop("provenance", None)
     if not isinstance(provenance, dict) or not isinstance(run_id := cast("dict[str, Any]", provenance).get("run_id"), str):
         raise RunFolderError(f"{path} carries no provenance.run_id: it was not written by rollstream train")
-    return Run(folder=folder, config=_validate(values, str(path)), run_id=run_id)
+    fork = cast("dict[str, Any]", provenance).get("fork")
+    return Run(folder=folder, config=_validate(values, str(path)), run_id=run_id, fork=ForkPoint(**fork) if fork else None)
 
 
-def create_run(config: Config, *, resume: bool) -> Run:
+def load_lineage(run: Run, lineage: int) -> Run:
+    """``run`` under the configuration that ``lineage`` was trained with."""
+    later = sorted((int(path.name.split(".")[1].removeprefix("before-")), path) for path in run.folder.glob("config.before-*.yaml"))
+    path = next((path for first, path in later if first > lineage), None)
+    if path is None:
+        return run
+    values = _parse(_text(path), str(path))
+    values.pop("provenance", None)
+    return dataclasses.replace(run, config=_validate(values, str(path)))
+
+
+def create_run(config: Config, *, resume: bool, fork: ForkPoint | None = None) -> Run:
     """Makes the run folder of ``config``, or reopens it with ``resume`` (``config`` is then what :func:`load_resumed` gave).
+
+    With ``fork`` the configuration so far is kept beside the new one, under the number of the lineage that begins.
 
     Raises :class:`RunFolderError` where the folder already holds a run, or holds none to resume.
     """
     folder = (Path(config.folder) / config.name).resolve()
     if resume:
-        run = Run(folder=folder, config=config, run_id=load_run(folder).run_id)
+        recorded = load_run(folder)
+        if fork is not None and not (before := folder / f"config.before-{fork.lineage:03d}.yaml").exists():
+            _write(before, recorded.config_path.read_text(encoding="utf-8"))
+        run = Run(folder=folder, config=config, run_id=recorded.run_id, fork=fork or recorded.fork)
         _write_config(run)
         return run
     if folder.exists() and any(entry.name != ".lock" for entry in folder.iterdir()):
@@ -91,13 +109,13 @@ def create_run(config: Config, *, resume: bool) -> Run:
     return run
 
 
-def load_resumed(source: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """The configuration to go on with: :func:`load_config`, with what the run's record fixes.
+def load_resumed(source: str | Path, overrides: Sequence[str] = (), *, fork: bool = False) -> Config:
+    """The configuration to go on with: :func:`load_config`, with what the run's record fixes (less of it for a ``fork``).
 
     Raises :class:`RunFolderError` where there is no such run, or where an override contradicts the record.
     """
     config = load_config(source, overrides)
-    return resumed_config(config, load_run(Path(config.folder) / config.name).config, overrides)
+    return resumed_config(config, load_run(Path(config.folder) / config.name).config, overrides, fork=fork)
 
 
 def dump_config(config: Config) -> str:
@@ -239,14 +257,19 @@ def _write_config(run: Run) -> None:
         "python": platform.python_version(),
         "git": _git_commit(),
         "packages": {name: _version(name) for name in _RECORDED_PACKAGES},
+        **({} if run.fork is None else {"fork": dataclasses.asdict(run.fork)}),
     }
     stream = io.StringIO()
     yaml = YAML(typ="safe", pure=True)
     yaml.default_flow_style = False
     yaml.dump({"provenance": provenance}, stream)
-    temporary = run.config_path.with_suffix(".tmp")
-    temporary.write_text(dump_config(run.config) + "# What made this run; not configuration.\n" + stream.getvalue(), encoding="utf-8")
-    temporary.replace(run.config_path)
+    _write(run.config_path, dump_config(run.config) + "# What made this run; not configuration.\n" + stream.getvalue())
+
+
+def _write(path: Path, text: str) -> None:
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
 
 
 def _version(package: str) -> str:

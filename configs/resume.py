@@ -2,7 +2,7 @@
 
 Recorded batches keep their meaning only under the settings they were made with, so on ``--resume`` those settings are the recorded ones, whether or not
 the command line repeats the overrides of the first start. Everything else (length of the run, actors, checkpoints, launcher) is what the file and the
-overrides say now.
+overrides say now. A fork begins another history from a checkpoint: it keeps what the run is about, and may change how it is trained.
 """
 
 from __future__ import annotations
@@ -13,31 +13,42 @@ from typing import Any
 from ..errors import RunFolderError
 from .schema import Config
 
+LASTING = ("seed", "model", "env", "warmup", "learner.value")
+"""Keys and sections that a fork keeps too: the tasks that were leased and the weights that were saved belong to them."""
 FIXED = (
-    *("seed", "imports", "model", "env", "warmup"),
-    *("learner.batch_groups", "learner.group_size", "learner.preset", "learner.loss", "learner.advantage", "learner.value"),
+    *LASTING,
+    "imports",
+    *("learner.batch_groups", "learner.group_size", "learner.preset", "learner.loss", "learner.advantage"),
     *("learner.optimizer", "learner.updates", "learner.policy"),
     *("buffer.depth", "buffer.max_lag", "buffer.degenerate", "buffer.max_refill"),
 )
 """Keys and sections that a resumed run keeps."""
 
 
-def resumed_config(given: Config, recorded: Config, overrides: Iterable[str]) -> Config:
-    """``given`` with the recorded values of everything in :data:`FIXED`.
+def resumed_config(given: Config, recorded: Config, overrides: Iterable[str], *, fork: bool = False) -> Config:
+    """``given`` with the recorded values of everything in :data:`FIXED`; with ``fork`` of what is :data:`LASTING`.
 
     Raises :class:`RunFolderError` where an override of this very command asks for another value: silence would ignore it.
     """
     asked = [override.partition("=")[0] for override in overrides]
     wanted, kept = given.model_dump(), recorded.model_dump()
-    for path in FIXED:
+    for path in LASTING if fork else FIXED:
         changed = [leaf for leaf in _leaves(path, _get(kept, path), _get(wanted, path)) if any(_covers(key, leaf) for key in asked)]
         for leaf in changed:
+            forks = fork or any(_covers(path, leaf) or path == leaf for path in LASTING)
+            other = "" if forks else "add --fork to go on under the new value as another lineage, "
             raise RunFolderError(
                 f"{leaf} is {_get(kept, leaf)!r} in the run's record and {_get(wanted, leaf)!r} now: recorded batches would change their meaning; "
-                "leave it out to go on as recorded, or start under another name (name=NEW)"
+                f"leave it out to go on as recorded, {other}or start under another name (name=NEW)"
             )
         _set(wanted, path, _get(kept, path))
     return Config.model_validate(wanted)
+
+
+def changed_keys(before: Config, after: Config) -> list[str]:
+    """Dotted keys among the fixed ones whose values differ."""
+    old, new = before.model_dump(), after.model_dump()
+    return [leaf for path in FIXED for leaf in _leaves(path, _get(old, path), _get(new, path))]
 
 
 def _leaves(path: str, before: Any, after: Any) -> list[str]:

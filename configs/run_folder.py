@@ -7,7 +7,9 @@ stream/              the durable Arrow log
 keys/                where other machines can reach the buffer: who may speak to it (mode 0700)
 model/               the starting policy as a Hugging Face folder
 checkpoints/v000000/ one folder per kept version
+config.before-NNN.yaml  what config.yaml was before lineage NNN began (a fork)
 metrics.jsonl        one object per policy version
+metrics.abandoned.jsonl  those of versions that a fork left behind; their checkpoints are in checkpoints/abandoned/
 tensorboard/         the same numbers
 logs/ROLE.log        what each process wrote
 weights/             the newest versions for the actors, while the run lives and weights.channel is files
@@ -26,11 +28,22 @@ from .schema import Config
 
 
 @dataclass(frozen=True, slots=True)
+class ForkPoint:
+    """The fork that this configuration began with: after ``version``, known by ``fork_id``, so that it happens once; ``lineage`` is the one it opens."""
+
+    fork_id: str
+    lineage: int
+    version: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Run:
     """One run: its folder, its configuration, its identity.
 
     ``address`` is where a role on another machine reaches the buffer, ``keys`` the copy of the run's client keys it was given; both are None in the run's own
-    folder, where the configuration and ``keys/`` say it.
+    folder, where the configuration and ``keys/`` say it. ``fork`` is the one that the configuration began with, if it did not begin
+    with the run.
     """
 
     folder: Path
@@ -38,6 +51,7 @@ class Run:
     run_id: str
     address: str | None = None
     keys: Path | None = None
+    fork: ForkPoint | None = None
 
     @property
     def config_path(self) -> Path:
@@ -68,6 +82,16 @@ class Run:
     def metrics_path(self) -> Path:
         """One JSON object per policy version."""
         return self.folder / "metrics.jsonl"
+
+    @property
+    def abandoned_metrics_path(self) -> Path:
+        """The rows of versions that forks left behind."""
+        return self.folder / "metrics.abandoned.jsonl"
+
+    @property
+    def abandoned_checkpoints_folder(self) -> Path:
+        """The checkpoints of such versions, a folder per lineage that was left."""
+        return self.checkpoints_folder / "abandoned"
 
     @property
     def tensorboard_folder(self) -> Path:

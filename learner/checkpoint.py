@@ -18,7 +18,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -118,18 +118,20 @@ def newest_checkpoint(checkpoints: Path) -> Checkpoint | None:
     return read_checkpoint(folders[-1]) if folders else None
 
 
-def checkpoint_before(checkpoints: Path, version: int) -> Checkpoint | None:
-    """The newest checkpoint older than ``version``, every byte of it checked; None where there is none. One that a live run removes meanwhile is passed over.
+def newest_of(folders: Iterable[Path], wanted: Callable[[int, int], bool]) -> Checkpoint | None:
+    """The newest checkpoint in any of ``folders`` whose (lineage, version) is ``wanted``, every byte of it checked; None where there is none.
 
-    Raises :class:`CheckpointError` where it is damaged.
+    One that a live run removes meanwhile is passed over. Raises :class:`CheckpointError` where it is damaged.
     """
-    for folder in reversed(_complete(checkpoints)):
-        if int(folder.name[1:]) < version:
-            try:
-                return read_checkpoint(folder)
-            except CheckpointError:
-                if folder.exists():
-                    raise
+    for path in sorted((path for folder in folders for path in _complete(folder)), key=lambda path: int(path.name[1:]), reverse=True):
+        try:
+            saved = read_checkpoint(path)
+        except CheckpointError:
+            if path.exists():
+                raise
+            continue
+        if wanted(saved.lineage, saved.version):
+            return saved
     return None
 
 
@@ -151,12 +153,15 @@ def restore_training(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer, d
     Raises :class:`CheckpointError` where they belong to another model.
     """
     state = torch.load(checkpoint.folder / "training.pt", map_location=device, weights_only=True)
+    asked = [{name: group[name] for name in ("betas", "eps", "weight_decay")} for group in optimizer.param_groups]
     try:
         optimizer.load_state_dict(state["optimizer"])
         if value_head is not None:
             value_head.load_state_dict(state["value_head"])
     except (ValueError, KeyError, RuntimeError) as error:
         raise CheckpointError(f"checkpoint {checkpoint.folder} holds the optimiser or value head of another model: {error}") from error
+    for group, values in zip(optimizer.param_groups, asked, strict=True):
+        group.update(values)  # a fork may have changed what the saved state would put back
     torch.set_rng_state(state["random"]["cpu"].cpu())
     if "cuda" in state["random"] and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["random"]["cuda"].cpu())

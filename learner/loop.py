@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 class BatchSource(Protocol):
     """Where batches come from and what is told back: the buffer's client, or a recording of one."""
 
-    def hello(self, version: int) -> Welcome: ...  # noqa: D102 - as LearnerClient
+    def hello(self, version: int, lineage: int) -> Welcome: ...  # noqa: D102 - as LearnerClient
     def pull(self, version: int, on_wait: Callable[[str], None], stop: threading.Event) -> Batch | None: ...  # noqa: D102
     def trained(self, version: int) -> None: ...  # noqa: D102
     def published(self, version: int, digest: str) -> str: ...  # noqa: D102
@@ -50,7 +50,7 @@ class BatchSource(Protocol):
 
 @dataclass(slots=True)
 class Held:
-    """What the learner holds: ``version`` of ``lineage``, steps skipped before it (in a row and in all), and its newest checkpoint ``saved``."""
+    """What the learner holds: ``version`` of the history of ``lineage``, steps skipped before it (in a row and in all), and its newest checkpoint ``saved``."""
 
     policy: Policy
     tokenizer: PreTrainedTokenizerFast
@@ -83,7 +83,7 @@ def learn_from(run: Run, source: BatchSource, stop: threading.Event) -> None:
     held = start(run, stop)
     if held.saved is None and stop.is_set():
         return  # half warmed up: the next start begins anew
-    held.lineage = source.hello(held.version).lineage
+    held.lineage = source.hello(held.version, held.lineage).lineage  # from here on in the current one, which shares the version held
     if held.saved is None:
         held.saved = _save(run, held, source.sync)
     stepper = Stepper(held.policy, held.optimizer, run.config, reference_of(run))
@@ -112,7 +112,7 @@ def learn_from(run: Run, source: BatchSource, stop: threading.Event) -> None:
             ended = time.perf_counter()
             seconds = {"step": ended - began, "wait_batch": pulled - began, "prepare": prepare_s, "publish": publisher.copy_s}
             row = row_of(data, done, skipped=held.skipped, seconds=seconds | {"checkpoint": saving_s})
-            tracker.row(held.version, row | counters.read())
+            tracker.row(batch.lineage, held.version, row | counters.read())
             publisher.expect(counters.num_actors)
             saving_s = 0.0
             if held.version % config.checkpoint.every == 0 or held.version == config.versions:
@@ -184,10 +184,11 @@ def reference_of(run: Run) -> Policy | None:
 def _restore(run: Run, held: Held, saved: Checkpoint) -> None:
     now = step_settings(run)
     changed = sorted(key for key in now.keys() | saved.settings.keys() if now.get(key) != saved.settings.get(key))
-    if changed:
+    forks_here = run.fork is not None and run.fork.version == saved.version
+    if changed and not forks_here:
         raise ConfigError(
             f"{changed[0]} is {now.get(changed[0])}, checkpoint {saved.folder.name} was trained with {saved.settings.get(changed[0])}: "
-            "resume with the same, or start a new run"
+            "resume with the same, fork from it with --resume --fork, or start a new run"
         )
     restore_training(saved, held.optimizer, run.config.learner.device, held.policy.value_head)
     held.version, held.lineage, held.saved = saved.version, saved.lineage, saved.folder
@@ -197,7 +198,7 @@ def _restore(run: Run, held: Held, saved: Checkpoint) -> None:
 
 def _advance(held: Held, batch: Batch, stepped: bool, max_skipped: int) -> None:
     """Moves to the batch's version. A skipped step counts; too many in a row end the run."""
-    held.version, held.lineage = batch.version, batch.lineage
+    held.version = batch.version
     held.skipped_in_a_row = 0 if stepped else held.skipped_in_a_row + 1
     held.skipped += not stepped
     if not stepped:

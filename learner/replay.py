@@ -21,11 +21,12 @@ from .. import models
 from ..buffer.recorded import Recorded
 from ..buffer.types import Batch
 from ..configs.learner_schema import Alarms
+from ..configs.loader import load_lineage
 from ..configs.run_folder import Run
 from ..configs.schema import Config
 from ..errors import CheckpointError, ConfigError
-from .checkpoint import FIRST, Checkpoint, checkpoint_before, restore_training
-from .loop import reference_of
+from .checkpoint import FIRST, Checkpoint, newest_of, restore_training
+from .loop import reference_of, step_settings
 from .metrics import data_figures, row_of
 from .optimizer import optimizer_of
 from .policy import Policy, policy_of
@@ -76,32 +77,36 @@ class Replayed:
         return recorded == found
 
 
-def replay(run: Run, version: int, what_if: Config | None = None, on_redo: Callable[[int], None] = lambda version: None) -> Replayed:
-    """Computes the step that made ``version`` again; with ``what_if`` under that configuration, from the same batch and the same weights.
+def replay(run: Run, version: int, lineage: int | None = None, what_if: Callable[[Config], Config] | None = None) -> Replayed:
+    """Computes the step that made ``version`` in the history of ``lineage`` (None is the current one) again.
 
-    ``on_redo`` hears of each version that is trained on the way there.
+    With ``what_if`` it is computed under what that makes of the run's configuration, from the same batch and the same weights.
 
     Raises :class:`ConfigError` where the version has no batch, no row, no rows in the log, or no checkpoint before it; :class:`Corrupt` and
     :class:`CheckpointError` for what is damaged.
     """
-    torch.set_num_threads(run.config.learner.num_threads)
-    with Recorded(run.folder) as source:
+    with Recorded(run.folder, lineage) as source:
         last = source.batch(version)
-        row = _recorded_row(run, version)
-        saved = _starting_point(run, version)
+        run = load_lineage(run, last.lineage)
+        torch.set_num_threads(run.config.learner.num_threads)
+        row = _recorded_row(run, last.lineage, version)
+        saved = _starting_point(run, source, version)
         stepper = _stepper_at(run, saved)
         skipped = int(saved.progress["skipped"])
         for earlier in range(saved.version + 1, version):
-            on_redo(earlier)
             skipped += not _train(stepper, source.batch(earlier), skipped)[1]
         digest = source.digest(version)
-    changed = stepper if what_if is None else Stepper(stepper.policy, stepper.optimizer, what_if, _reference(replace(run, config=what_if)))
+    changed = stepper if what_if is None else _under(what_if(run.config), run, stepper)
     found = _figures(_train(changed, last, skipped)[0])
     recorded = _figures(row)
     exact = run.config.learner.device == "cpu"
     if what_if is None and exact and digest is not None:
         recorded[DIGEST], found[DIGEST] = digest, digest_of(stepper.policy.model, saved.model_folder)
     return Replayed(version, last.lineage, saved.version, recorded, found, 0.0 if exact else ACCELERATOR_TOLERANCE)
+
+
+def _under(config: Config, run: Run, stepper: Stepper) -> Stepper:
+    return Stepper(stepper.policy, stepper.optimizer, config, _reference(replace(run, config=config)))
 
 
 def _train(stepper: Stepper, batch: Batch, skipped: int) -> tuple[dict[str, float], bool]:
@@ -116,25 +121,34 @@ def _figures(row: Mapping[str, Any]) -> dict[str, Figure]:
     return {name: as_written(value) for name, value in row.items() if _FOLLOWS.match(name) and math.isfinite(value)}
 
 
-def _recorded_row(run: Run, version: int) -> dict[str, Any]:
-    lines = run.metrics_path.read_text(encoding="utf-8").splitlines() if run.metrics_path.is_file() else []
-    for line in reversed(lines):
+def _recorded_row(run: Run, lineage: int, version: int) -> dict[str, Any]:
+    paths = [path for path in (run.abandoned_metrics_path, run.metrics_path) if path.is_file()]
+    for line in reversed([line for path in paths for line in path.read_text(encoding="utf-8").splitlines()]):
         with suppress(ValueError):
             row: dict[str, Any] = json.loads(line)
-            if row["version"] == version:
+            if (row["version"], row.get("lineage", 0)) == (version, lineage):
                 return row
     raise ConfigError(f"version {version} has no row in {run.metrics_path.name}: it was not trained yet, or is being redone; there is nothing to compare with")
 
 
-def _starting_point(run: Run, version: int) -> Checkpoint:
-    saved = checkpoint_before(run.checkpoints_folder, version)
-    if saved is None:
-        kept = sorted(path.name for path in run.checkpoints_folder.glob("v*"))
+def _starting_point(run: Run, source: Recorded, version: int) -> Checkpoint:
+    """The newest checkpoint of this history before ``version`` from which every step was taken under the same settings."""
+    folders = [run.checkpoints_folder, *run.abandoned_checkpoints_folder.glob("lineage-*")]
+    earlier = [span for span in source.lineages.spans(source.lineage) if span.first <= version]
+    begun = max((span.last for span in earlier if step_settings(load_lineage(run, span.lineage)) != step_settings(run)), default=0)
+
+    def wanted(lineage: int, saved: int) -> bool:
+        return begun <= saved < version and saved <= source.lineages.common(lineage, source.lineage)
+
+    found = newest_of(folders, wanted)
+    if found is None:
+        kept = sorted(path.name for folder in folders for path in folder.glob("v*"))
+        since = f" since version {begun}, where its settings began," if begun else ""
         raise ConfigError(
-            f"version {version} has no checkpoint before it (kept are {', '.join(kept) or 'none'}): replay a later version, "
+            f"version {version} has no checkpoint before it{since} (kept are {', '.join(kept) or 'none'}): replay a later version, "
             "or keep more with learner.checkpoint.keep_last or keep_every"
         )
-    return saved
+    return found
 
 
 def _stepper_at(run: Run, saved: Checkpoint) -> Stepper:

@@ -41,11 +41,11 @@ class Tracker:
         """Seconds since the start of the run, over all its starts."""
         return self.earlier_s + time.monotonic() - self._started
 
-    def row(self, version: int, values: Mapping[str, float]) -> None:
-        """Writes the row of ``version``, with the wall time so far."""
+    def row(self, lineage: int, version: int, values: Mapping[str, float]) -> None:
+        """Writes the row of ``version``, whose batch ``lineage`` formed, with the wall time so far."""
         values = {**values, "time/wall_s": self.wall_s}
         finite = {name: as_written(value) for name, value in values.items() if math.isfinite(value)}
-        self._file.write(json.dumps({"version": version, **finite}) + "\n")
+        self._file.write(json.dumps({"version": version, "lineage": lineage, **finite}) + "\n")
         self._file.flush()
         summary = _summaries.Summary(value=[_summaries.Summary.Value(tag=name, simple_value=float(value)) for name, value in finite.items()])
         self._board.add_event(_events.Event(wall_time=time.time(), step=version, summary=summary))

@@ -2,7 +2,8 @@
 
     python nursery.py FOLDER < commands
 
-A command is one JSON line ``{"role": …, "name": …, "log": …, …}``; the answer is the child's process id. ``{"kill": [pid, …]}`` kills children and
+A command is one JSON line ``{"role": …, "name": …, "log": …, …}``; the answer is the child's process id. With ``die_at`` the child dies by itself at that
+window of ``failpoints.py``; ``fork`` is the fork its run was asked for. ``{"kill": [pid, …]}`` kills children and
 answers when each has ended, all its threads with it. The roles are the real buffer, the real actor (with the
 scripted sampler) and a double of the learner without torch. The end of standard input kills the children.
 
@@ -13,6 +14,7 @@ learner was served.
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import logging
 import os
@@ -32,9 +34,21 @@ from rollstream.buffer.client import ActorClient, LearnerClient
 from rollstream.buffer.server import serve
 from rollstream.buffer.types import Batch, Trajectory
 from rollstream.buffer.weights import WeightsWriter
-from rollstream.configs.run_folder import Run
+from rollstream.configs.run_folder import ForkPoint, Run
 from rollstream.configs.schema import Config
 from rollstream.models import build_tiny_tokenizer
+
+
+def beside(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(f"nursery_{name}", Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+failpoints = beside("failpoints")
 
 
 def journal(path: Path, entry: dict[str, Any]) -> None:
@@ -87,13 +101,14 @@ class Learner:
         kept = sorted(self.folder.glob("v*.json"))
         chosen = kept[-1] if kept and self.random.random() < 0.6 else self.random.choice(kept) if kept else None
         saved = json.loads(chosen.read_text()) if chosen else {"version": 0, "weights": "none"}
-        self.version, self.weights = int(saved["version"]), str(saved["weights"])
+        self.version, self.weights, self.lineage = int(saved["version"]), str(saved["weights"]), int(saved.get("lineage", 0))
         self.client = LearnerClient(run.endpoint, run.run_id)
         self.writer: WeightsWriter | None = None
 
     def learn(self, stop: threading.Event) -> None:
-        welcome = self.client.hello(self.version)
+        welcome = self.client.hello(self.version, self.lineage)
         assert welcome.version == self.version
+        self.lineage = welcome.lineage
         self.writer = WeightsWriter(self.run.weights_folder, 4)
         if not list(self.folder.glob("v*.json")):
             self.save()
@@ -118,13 +133,13 @@ class Learner:
     def publish(self) -> None:
         assert self.writer is not None
         values = np.frombuffer(bytes.fromhex(xxhash.xxh3_128_hexdigest(self.weights.encode())) * 16, np.uint8)
-        manifest = self.writer.write(0, self.version, [("weight", "uint8", values.shape, memoryview(values))])
+        manifest = self.writer.write(self.lineage, self.version, [("weight", "uint8", values.shape, memoryview(values))])
         if manifest is not None:
             self.client.published(self.version, manifest.digest)
 
     def save(self) -> None:
         path = self.folder / f"v{self.version:06d}.json"
-        path.with_suffix(".tmp").write_text(json.dumps({"version": self.version, "weights": self.weights}))
+        path.with_suffix(".tmp").write_text(json.dumps({"version": self.version, "weights": self.weights, "lineage": self.lineage}))
         self.client.sync()
         path.with_suffix(".tmp").replace(path)
         for old in sorted(self.folder.glob("v*.json"))[: -self.KEPT]:
@@ -143,7 +158,9 @@ def live(folder: Path, config: Config, run_id: str, command: dict[str, Any]) -> 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(process)d %(message)s", force=True)
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    run = Run(folder, config, run_id)
+    run = Run(folder, config, run_id, fork=ForkPoint(**command["fork"]) if command.get("fork") else None)
+    if command.get("die_at"):
+        failpoints.WINDOWS[command["die_at"]][1]()
     if command["role"] == "buffer":
         serve(run, stop)
     elif command["role"] == "actor":

@@ -51,13 +51,20 @@ class World:
 
     # --- processes ------------------------------------------------------------------------------------------------------------------
 
-    def start(self, name: str, seed: int = 0) -> None:
-        role = {"role": name.split("-")[0], "name": name, "seed": seed, "step_s": self._step_s, "every": 2}
+    def start(self, name: str, seed: int = 0, **more: Any) -> None:
+        role = {"role": name.split("-")[0], "name": name, "seed": seed, "step_s": self._step_s, "every": 2, **more}
         self.pids[name] = int(self._command(role))
 
     def kill(self, *names: str) -> None:
         """SIGKILL, all at once; returns when they are gone."""
         assert self._command({"kill": [self.pids[name] for name in names]}) == "killed"
+
+    def fork_at_an_older_checkpoint(self) -> dict[str, Any]:
+        """Leaves the learner's double the second oldest of its checkpoints as the newest; gives the fork that goes on from it."""
+        kept = sorted((self.run.folder / "double").glob("v*.json"))
+        for path in kept[2:]:
+            path.unlink()
+        return {"fork_id": "asked", "lineage": 1, "version": int(kept[1].stem[1:]), "reason": "asked for"}
 
     def _command(self, command: dict[str, Any]) -> str:
         assert self._nursery.stdin is not None
@@ -80,6 +87,9 @@ class World:
     def log(self, name: str) -> str:
         path = self.run.folder / "logs" / f"{name}.log"
         return path.read_text()[-3000:] if path.exists() else ""
+
+    def whole_log(self, name: str) -> str:
+        return (self.run.folder / "logs" / f"{name}.log").read_text()
 
     def wait_until(self, condition: Callable[[], Any], what: str, timeout_s: float = 60.0) -> None:
         deadline = time.monotonic() + timeout_s

@@ -15,6 +15,7 @@ from rollstream.buffer.facts import facts
 from rollstream.buffer.ledger import Ledger
 from rollstream.buffer.log import Log
 from rollstream.buffer.recorded import Recorded
+from rollstream.buffer.recovery import fork_once
 from rollstream.buffer.types import Batch, Segment, Trajectory, TrajectoryKey
 from rollstream.buffer.window import Rules
 from rollstream.buffer.wire import Lease, StatusReply, Welcome
@@ -65,6 +66,7 @@ class Stream:
         self.ledger = Ledger(run.ledger_path, run.run_id)
         self.log = Log(run.stream_folder, segment_bytes=segment_bytes)
         self.log.start_after(self.ledger.last_segment())
+        fork_once(self.ledger, run.fork, self.log.read)
         self.books = Books(self.ledger, Rules.of(run.config))
         self.notes: list[str] = []
 
@@ -90,8 +92,8 @@ class Stream:
 
     # --- what the learner calls -----------------------------------------------------------------------------------------------------------
 
-    def hello(self, version: int) -> Welcome:
-        self.books.resume(version)
+    def hello(self, version: int, lineage: int) -> Welcome:
+        self.books.resume(version, lineage)
         return Welcome(self.books.lineage, self.books.version)
 
     def pull(self, version: int, on_wait: Callable[[str], None], stop: threading.Event) -> Batch | None:

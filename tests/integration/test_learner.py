@@ -91,7 +91,7 @@ class Recording:
         self.digests: dict[int, str] = {}
         self.syncs = 0
 
-    def hello(self, version: int) -> Welcome:
+    def hello(self, version: int, lineage: int) -> Welcome:
         self.held.append(version)
         return Welcome(0, version)
 
@@ -343,7 +343,7 @@ def test_the_metrics_page_names_every_metric_of_a_row_and_no_other(tmp_path: Pat
     run = make_run(tmp_path / "metrics", versions=3, loss={"kind": "dppo_tv", "old": "mu", "delta": 0.2, "kl": "k2", "kl_coef": 0.1})
     source = Recording(before=lambda version: time.sleep(1.1))  # the other roles are asked once a second, and a rate needs two answers
     learn_from(run, source, threading.Event())
-    assert set(rows(run)[-1]) - {"version"} == set(re.findall(r"^\| `([a-z]+/\w+)` \|", page, re.MULTILINE))
+    assert set(rows(run)[-1]) - {"version", "lineage"} == set(re.findall(r"^\| `([a-z]+/\w+)` \|", page, re.MULTILINE))
 
 
 def kill_at(version: int) -> Callable[[int], None]:

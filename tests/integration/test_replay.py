@@ -127,7 +127,7 @@ def test_what_if_nothing_changes_gives_the_recorded_figures(capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--version", "7"), "version 7 has no recorded batch: there are 6, counted from 1"),
+        (("--version", "7"), "version 7 of lineage 0 has no recorded batch: there are 6, counted from 1"),
         (("--version", "5", "--what-if", "learner.optimizer.learning_rate=1"), "not about how a batch is scored; keys of learner.loss and learner.advantage"),
         (("--version", "5", "--what-if", "learner.loss.kind=nothing"), "nothing"),
         (("--version", "5", "--what-if", "learner.loss.eps_low=-1"), "greater than or equal to 0"),

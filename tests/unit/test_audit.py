@@ -263,5 +263,5 @@ def test_a_ledger_that_is_just_being_made_or_that_another_version_wrote_is_refus
     with database:
         database.execute("DELETE FROM meta WHERE key = 'ledger_version'")
     database.close()
-    with pytest.raises(RunFolderError, match="has ledger_version None, this version of Rollstream has 3; use the version that wrote it"):
+    with pytest.raises(RunFolderError, match="has ledger_version None, this version of Rollstream has 4; use the version that wrote it"):
         audit(tmp_path)
