@@ -9,7 +9,6 @@ Exit codes: 0 the job did what was asked · 1 it failed · 2 the input has to ch
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import traceback
 from collections.abc import Sequence
@@ -18,9 +17,10 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from . import role_commands
 from .errors import RollstreamError, describe
 from .models_command import models_app
-from .options import DebugOption, RunArgument
+from .options import ConfigArgument, DebugOption, OverridesArgument, RunArgument
 
 app = typer.Typer(
     name="rollstream",
@@ -35,14 +35,6 @@ app = typer.Typer(
 envs_app = typer.Typer(help="Registered environments.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(envs_app, name="envs")
 app.add_typer(models_app, name="models")
-
-ConfigArgument = Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file, or the name of a shipped recipe such as quickstart.", show_default=False)]
-OverridesArgument = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="a.b=value", help="Values that replace those of CONFIG, for example learner.versions=50 seed=1.", show_default=False),
-]
-IdOption = Annotated[str | None, typer.Option("--id", metavar="NAME", help="Name of this process in logs and to the buffer.", show_default=False)]
-SupervisedOption = Annotated[bool, typer.Option("--supervised", hidden=True)]
 
 
 def _version(value: bool) -> None:
@@ -281,47 +273,7 @@ def envs_list(
     return 0
 
 
-@app.command()
-def buffer(run: RunArgument, name: IdOption = None, supervised: SupervisedOption = False, debug: DebugOption = False) -> int:
-    """Run the buffer of a run by hand."""
-    from .roles import run_role
-
-    del debug
-    return run_role("buffer", run, name or "buffer", supervised=supervised)
-
-
-@app.command()
-def learner(run: RunArgument, name: IdOption = None, supervised: SupervisedOption = False, debug: DebugOption = False) -> int:
-    """Run the learner of a run by hand."""
-    from .roles import run_role
-
-    del debug
-    return run_role("learner", run, name or "learner", supervised=supervised)
-
-
-@app.command()
-def actor(
-    run: RunArgument,
-    name: IdOption = None,
-    endpoint: Annotated[str | None, typer.Option(metavar="tcp://HOST:PORT", help="Where the buffer is reached from here.", show_default=False)] = None,
-    keys: Annotated[Path | None, typer.Option(metavar="FILE", help="A copy of the run's keys/client.json.", show_default=False)] = None,
-    supervised: SupervisedOption = False,
-    debug: DebugOption = False,
-) -> int:
-    """Run one more actor of a run by hand.
-
-    On another machine, RUN is a copy of the run's folder; --endpoint and --keys say how the buffer is reached from there.
-
-    \b
-    Examples:
-      rollstream actor runs/quickstart --id actor-extra
-      rollstream actor runs/far --endpoint tcp://10.0.0.5:5600 --keys client.json
-    """
-    from .roles import run_role
-
-    del debug
-    name = name or f"actor-{socket.gethostname().partition('.')[0]}-{os.getpid()}"
-    return run_role("actor", run, name, supervised=supervised, address=endpoint, keys=keys)
+app.registered_commands += role_commands.app.registered_commands
 
 
 @app.command(hidden=True)

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,7 +129,15 @@ class Launcher(Protocol):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
 
     def processes(self, roles: Sequence[Role]) -> Sequence[Process]:
-        """A handle per role, in the given order, with room for all of them."""
+        """A handle per role, in the given order. Raises the :class:`RollstreamError` that says why there can be none."""
+        ...
+
+    def reach(self) -> Run | None:
+        """The run as this process reaches its buffer; None while nobody knows where that is."""
+        ...
+
+    def news(self) -> list[str]:
+        """What happened to the places of the roles since the last call, for people."""
         ...
 
 
@@ -149,18 +157,29 @@ class LocalLauncher:
         """A handle per role."""
         return [RoleProcess(self._run, role) for role in roles]
 
+    def reach(self) -> Run:
+        """The run itself."""
+        return self._run
+
+    def news(self) -> list[str]:
+        """None: their place is here."""
+        return []
+
 
 class RoleProcess:
-    """A role as a child process of this one. ``folder`` is the working folder it starts in, by default this process' own."""
+    """A role as a child process of this one.
+
+    ``folder`` is the working folder it starts in, by default this process' own; ``address`` is where it finds the buffer, unless the run's folder says so.
+    """
 
     doing = ""
 
-    def __init__(self, run: Run, role: Role, *, folder: Path | None = None, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(self, run: Run, role: Role, *, folder: Path | None = None, address: str | None = None) -> None:
         self.run, self.role = run, role
         self.cpu_s = 0.0
         self.num_starts = 0
         self._folder = folder
-        self._given = dict(environment or {})
+        self._address = address
         self._process: subprocess.Popen[bytes] | None = None
         self._started_at = 0.0
         self._aborted = ""
@@ -184,6 +203,8 @@ class RoleProcess:
         """Starts the process in a session of its own, so that the terminal's Ctrl-C reaches the supervisor alone."""
         error_path(self.run, self.role.name).unlink(missing_ok=True)
         command = [sys.executable, "-P", "-m", "rollstream", self.role.kind, str(self.run.folder), "--id", self.role.name, "--supervised"]
+        if self._address is not None:
+            command += ["--endpoint", self._address]
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=self._environment(), cwd=self._folder, start_new_session=True, close_fds=True
@@ -228,7 +249,7 @@ class RoleProcess:
 
     def _environment(self) -> dict[str, str]:
         threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(self.role.num_threads))
-        return os.environ | self._given | threads | {"TOKENIZERS_PARALLELISM": "false", "TQDM_DISABLE": "1", "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
+        return os.environ | threads | {"TOKENIZERS_PARALLELISM": "false", "TQDM_DISABLE": "1", "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
 
     def _describe_death(self, returncode: int) -> Death:
         lived_s = time.monotonic() - self._started_at

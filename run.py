@@ -12,12 +12,13 @@ from .configs.claim import locked, try_folder
 from .configs.loader import create_run
 from .configs.run_folder import Run
 from .configs.schema import Config, FolderModel
+from .configs.schema import LocalLauncher as LocalSettings
 from .envs import registry
 from .envs.trial import try_out
 from .errors import ConfigError
 from .forks import make_way, plan_fork
 from .models import check_model_folder
-from .processes import LocalLauncher
+from .processes import Launcher, LocalLauncher
 from .supervisor import Outcome, Supervisor
 from .watch import View
 
@@ -37,10 +38,28 @@ def train(config: Config, *, resume: bool, view: View, fork: bool = False, from_
         run = create_run(config, resume=resume, fork=plan_fork(folder, config, from_version) if fork else None)
         if resume:
             make_way(run)
-        outcome = Supervisor(run, LocalLauncher(run), view).supervise()
+        outcome = Supervisor(run, launcher_of(run), view).supervise()
         if outcome.exit_code == REFUSED and not resume and not any(run.checkpoints_folder.iterdir()):
             _forget(run)
         return outcome
+
+
+def prepare(config: Config) -> Run:
+    """Makes the folder of a run whose roles are started by hand. Checks and raises as :func:`train` does, and leaves nothing of a refused run."""
+    folder, _ = check(config, resume=False)
+    check_learner(config)
+    with locked(folder):
+        return create_run(config, resume=False)
+
+
+def launcher_of(run: Run) -> Launcher:
+    """What ``launcher.kind`` names. Raises :class:`MissingExtra` where it needs a library that is not installed."""
+    settings = run.config.launcher
+    if isinstance(settings, LocalSettings):
+        return LocalLauncher(run)
+    from .ray_launcher import RayLauncher
+
+    return RayLauncher(run, settings)
 
 
 def _forget(run: Run) -> None:
@@ -59,6 +78,10 @@ def check(config: Config, *, resume: bool = False) -> tuple[Path, list[str]]:
     """
     folder = try_folder(config, resume=resume)
     check_config(config)
+    if not isinstance(config.launcher, LocalSettings):
+        from .ray_launcher import load_ray
+
+        load_ray()
     if isinstance(config.model, FolderModel):
         check_model_folder(config.model.path)
     notices = check_env(config)

@@ -95,13 +95,13 @@ class Supervisor:
         self._processes: Sequence[Process] = ()
         self._restarts = {role.name: Restarts() for role in roles_of(run.config)}
         prepare_keys(run)
-        self._client = SupervisorClient(run.endpoint, run.run_id, keys=client_keys(run))
+        self._client: SupervisorClient | None = None
         self._signals: list[int] = []
         self._started_at = time.monotonic()
         self._viewed_at = float("-inf")
         self._phase = "running"
         self._notices: list[str] = []
-        self._failure: RoleFailed | None = None
+        self._failure: RollstreamError | None = None
         self._finished = False
         self._watchdog = Watchdog(run.config.buffer.lease_timeout_s)
         self._aborted_at: dict[str, float] = {}
@@ -120,9 +120,12 @@ class Supervisor:
                             self._tick()
                     finally:
                         self._end_roles()
+            except RollstreamError as error:  # no place for them
+                self._failure = error
             finally:
                 self._clear()
-                self._client.close()
+                if self._client is not None:
+                    self._client.close()
         return self._outcome()
 
     @property
@@ -131,6 +134,8 @@ class Supervisor:
 
     def _tick(self) -> None:
         self._collect()
+        for text in self._launcher.news():
+            self._notice(text)
         self._start_due()
         self._show()
         time.sleep(POLL_S)
@@ -200,12 +205,19 @@ class Supervisor:
             )
 
     def _status(self) -> StatusReply | None:
-        if not self._buffer.alive:
+        client = self._connection()
+        if not self._buffer.alive or client is None:
             return None
         try:
-            return self._client.status(timeout_s=STATUS_TIMEOUT_S)
+            return client.status(timeout_s=STATUS_TIMEOUT_S)
         except StreamError:
             return None
+
+    def _connection(self) -> SupervisorClient | None:
+        """To the buffer; None while nobody knows where it is."""
+        if self._client is None and (run := self._launcher.reach()) is not None:
+            self._client = SupervisorClient(run.endpoint, run.run_id, keys=client_keys(run))
+        return self._client
 
     def _state_of(self, process: Process, status: StatusReply | None) -> str:
         if not process.alive:
@@ -226,7 +238,7 @@ class Supervisor:
         others = [process for process in self._processes if process is not self._buffer]
         self._end(others, ask_at=began, deadline=began + STOP_GRACE_S - BUFFER_GRACE_S)
         told = False
-        if self._buffer.alive and not self._at_once:
+        if self._buffer.alive and self._client is not None and not self._at_once:
             with suppress(StreamError):  # actors started by hand hear of it too, and the buffer waits a little for them
                 told = self._client.stop_everybody(timeout_s=1.0)
         now = time.monotonic()

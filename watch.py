@@ -262,7 +262,7 @@ def _processes(snapshot: Snapshot, rates: Mapping[str, float]) -> Iterator[Text]
         yield Text(f"{process.name:<{width}}").append(f"{process.state:<12}", style=style).append(f"{cells}{process.num_restarts or '–':>10}")
     for peer in peers.values():
         if peer.role == "actor":
-            yield Text(f"{peer.peer_id:<{width}}").append(f"{'by hand':<12}", style="cyan").append(f"{_peer_cells(peer, rates)}{'–':>10}")
+            yield Text(f"{peer.peer_id:<{width}}").append(f"{'joined':<12}", style="cyan").append(f"{_peer_cells(peer, rates)}{'–':>10}")
 
 
 def _peer_cells(peer: PeerStatus | None, rates: Mapping[str, float]) -> str:

@@ -219,6 +219,8 @@ class Handlers:
             raise Refused(
                 "wrong_schema", f"{hello.peer_id} writes schema version {hello.schema_version}, this buffer {SCHEMA_VERSION}; install the same version"
             )
+        if hello.role == "actor" and self.peers.was_replaced(hello.incarnation):
+            raise Refused("replaced", f"another process is {hello.peer_id} by now; this one must end, or start again under a name of its own")
         self.books.tasks.announce(hello.tasks)
         if hello.role == "learner" and hello.version is not None:
             self.books.resume(hello.version, hello.lineage)

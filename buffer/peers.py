@@ -39,6 +39,7 @@ class Peers:
     def __init__(self) -> None:
         self._by_route: dict[bytes, Peer] = {}
         self._by_id: dict[str, Peer] = {}
+        self._replaced: set[str] = set()
 
     def hello(self, route: bytes, hello: Hello, now: float) -> Peer:
         """Enters a peer; a new connection under a known id replaces the old one and keeps its numbers if the process is the same."""
@@ -46,10 +47,16 @@ class Peers:
         known = self._by_id.get(hello.peer_id)
         if known is not None:
             self._by_route.pop(known.route, None)
-            if known.incarnation == hello.incarnation:
+            if known.incarnation != hello.incarnation:
+                self._replaced.add(known.incarnation)
+            else:
                 peer.counters, peer.gauges, peer.waiting_for = known.counters, known.gauges, known.waiting_for
         self._by_route[route] = self._by_id[hello.peer_id] = peer
         return peer
+
+    def was_replaced(self, incarnation: str) -> bool:
+        """Whether another process has taken the place of this one since: two that go by one id would take each other's leases for ever."""
+        return incarnation in self._replaced
 
     def at(self, route: bytes) -> Peer | None:
         """The peer on a connection, None where it has not said Hello to this process."""

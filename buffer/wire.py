@@ -30,7 +30,17 @@ PROTOCOL_VERSION = 4
 
 Role = Literal["actor", "learner", "supervisor"]
 RefusalCode = Literal[
-    "unknown_peer", "wrong_run", "wrong_protocol", "wrong_schema", "malformed", "corrupt", "unknown_group", "not_leased", "wrong_tasks", "unknown_blob"
+    "unknown_peer",
+    "replaced",
+    "wrong_run",
+    "wrong_protocol",
+    "wrong_schema",
+    "malformed",
+    "corrupt",
+    "unknown_group",
+    "not_leased",
+    "wrong_tasks",
+    "unknown_blob",
 ]
 
 

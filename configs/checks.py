@@ -18,7 +18,7 @@ from typing import Any, cast
 
 from ..errors import ConfigError
 from .run_folder import Run
-from .schema import Config, Env, FolderModel, TinyModel
+from .schema import Config, Env, FolderModel, RayLauncher, TinyModel
 
 _TINY_HEAD_DIM = 32
 _TINY_VOCABULARY = 264
@@ -46,6 +46,7 @@ def check_config(config: Config) -> None:
         *_learning(config),
         *_advantages(config),
         *_endpoint(config),
+        *_launcher(config),
     ]
     if problems:
         raise ConfigError("; ".join(problems))
@@ -201,6 +202,15 @@ def _endpoint(config: Config) -> Iterator[str]:
             ipaddress.ip_address(host.strip("[]"))
     except ValueError:
         yield f"buffer.endpoint {endpoint}: {host} is no address; give one of this machine's own, 0.0.0.0 for all of them, 127.0.0.1 for none but this machine"
+
+
+def _launcher(config: Config) -> Iterator[str]:
+    launcher = config.launcher
+    if isinstance(launcher, RayLauncher):
+        for role, device, need in (("learner", config.learner.device, launcher.learner), ("actor", config.actors.device, launcher.actor)):
+            if device != "cpu" and need.gpus == 0:
+                key = "learner.device" if role == "learner" else "actors.device"
+                yield f"{key} {device} with launcher.{role}.gpus 0: Ray hides every GPU from such a process; set launcher.{role}.gpus to 1, or {key} to cpu"
 
 
 def _check_port(endpoint: str) -> None:

@@ -10,8 +10,8 @@ from pydantic_core import ErrorDetails
 
 from .explain import Key, Part, parts
 
-_UNIONS = {"model", "sampler", "env"}
-_KINDS = {"tiny", "folder", "torch", "scripted", "one", "several"}
+_UNIONS = {"model", "sampler", "env", "launcher"}
+_KINDS = {"tiny", "folder", "torch", "scripted", "one", "several", "local", "ray"}
 _SHOWN = 80
 """Characters of a refused value that are repeated."""
 _ARTICLES = {"integer": "an integer", "number": "a number", "list": "a list"}

@@ -7,7 +7,7 @@ first sentence of its class): ``docs/configuration.md`` and ``rollstream show-co
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import Discriminator, Field, Tag
 
@@ -196,7 +196,47 @@ class LocalLauncher(Section):
 
     kind: Literal["local"] = "local"
     max_restarts: int = Field(default=10, ge=0, le=1_000_000)
-    """Deaths of actors and buffer, together, that are answered by a restart."""
+    """Deaths of an actor or the buffer, each, that are answered by a restart."""
+
+
+class Resources(Section):
+    """What one process of a role takes of its node, as Ray counts: room for it is kept, its use is not limited."""
+
+    cpus: float = Field(default=1.0, ge=0, le=100_000)
+    """CPUs."""
+    gpus: float = Field(default=0.0, ge=0, le=1_000)
+    """GPUs; a share such as 0.5 lets roles share one. With 0 the process sees none."""
+    custom: dict[str, Annotated[float, Field(gt=0)]] = Field(default={})
+    """Resources that the nodes were started with (``ray start --resources``), by name."""
+
+
+class RayLauncher(Section):
+    """Places the roles on a Ray cluster in one placement group; what dies is started again, elsewhere where its node is gone."""
+
+    kind: Literal["ray"]
+    address: str | None = Field(default=None, pattern=r"^(auto|[\w.-]+:\d{1,5}|\[[\da-fA-F:.]+\]:\d{1,5})$")
+    """The running cluster: ``auto`` (this machine's) or ``HOST:PORT``; null starts Ray on this machine for the run alone."""
+    strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
+    """Few nodes (PACK) or many (SPREAD); strictly: one node for all, one for each process."""
+    placement_timeout_s: Seconds = 120.0
+    """How long the roles may wait for room before the run is refused."""
+    buffer: Resources = Resources()
+    learner: Resources = Resources()
+    actor: Resources = Resources()
+    max_restarts: int = Field(default=10, ge=0, le=1_000_000)
+    """Deaths of an actor or the buffer, each, that are answered by a restart; a lost node counts as one of each of its roles."""
+
+
+def _kind_of(value: Any) -> str:
+    """The kind a launcher says it is; local where it says none."""
+    found = cast("dict[str, Any]", value).get("kind", "local") if isinstance(value, dict) else getattr(value, "kind", "local")
+    return str(found)
+
+
+Launcher = Annotated[
+    Annotated[LocalLauncher, Tag("local")] | Annotated[RayLauncher, Tag("ray")],
+    Discriminator(_kind_of, custom_error_type="launcher_kind", custom_error_message="kind must be local or ray"),
+]
 
 
 class Config(Section):
@@ -218,7 +258,7 @@ class Config(Section):
     weights: Weights = Weights()
     actors: Actors = Actors()
     learner: Learner
-    launcher: LocalLauncher = LocalLauncher()
+    launcher: Launcher = LocalLauncher()
 
     @property
     def envs(self) -> tuple[Env, ...]:

@@ -1,0 +1,103 @@
+"""The commands for people who start the roles of a run themselves: one role each, and what goes before and after."""
+
+# ruff: noqa: D301 - the backspace in a docstring is what keeps its examples unwrapped
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import Annotated
+
+import typer
+
+from .options import ConfigArgument, DebugOption, EndpointOption, IdOption, KeysOption, OverridesArgument, RunArgument, SupervisedOption
+
+app = typer.Typer()
+
+
+@app.command()
+def buffer(run: RunArgument, name: IdOption = None, supervised: SupervisedOption = False, debug: DebugOption = False) -> int:
+    """Run the buffer of a run by hand."""
+    from .roles import run_role
+
+    del debug
+    return run_role("buffer", run, name or "buffer", supervised=supervised)
+
+
+@app.command()
+def learner(
+    run: RunArgument,
+    name: IdOption = None,
+    endpoint: EndpointOption = None,
+    keys: KeysOption = None,
+    supervised: SupervisedOption = False,
+    debug: DebugOption = False,
+) -> int:
+    """Run the learner of a run by hand."""
+    from .roles import run_role
+
+    del debug
+    return run_role("learner", run, name or "learner", supervised=supervised, address=endpoint, keys=keys)
+
+
+@app.command()
+def actor(
+    run: RunArgument,
+    join: Annotated[bool, typer.Option("--join", help="Join a live run; refused at once where there is none.")] = False,
+    name: IdOption = None,
+    endpoint: EndpointOption = None,
+    keys: KeysOption = None,
+    supervised: SupervisedOption = False,
+    debug: DebugOption = False,
+) -> int:
+    """Run one more actor of a run by hand.
+
+    With --join it gets a name of its own, takes part at once, and ends by itself with the run; Ctrl-C makes it give back what it plays and leave.
+
+    On another machine, RUN is the run's folder or a copy of it; --endpoint and --keys say how the buffer is reached from there.
+
+    \b
+    Examples:
+      rollstream actor --join runs/quickstart
+      rollstream actor --join runs/far --endpoint tcp://10.0.0.5:5600 --keys client.json
+    """
+    from .by_hand import name_to_join
+    from .roles import run_role
+
+    del debug
+    name = name_to_join(run, name, address=endpoint, keys=keys) if join else name or f"actor-{socket.gethostname().partition('.')[0]}-{os.getpid()}"
+    return run_role("actor", run, name, supervised=supervised, address=endpoint, keys=keys)
+
+
+@app.command()
+def prepare(config: ConfigArgument, overrides: OverridesArgument = None, debug: DebugOption = False) -> int:
+    """Make the folder of a run whose roles you start yourself.
+
+    Checks everything that train checks, writes the folder, and prints it; then start buffer, learner and actors with it, anywhere it can be seen.
+
+    \b
+    Example:
+      rollstream prepare quickstart name=mine && rollstream buffer runs/mine
+    """
+    from .configs.loader import load_config
+    from .run import prepare as prepare_run
+
+    del debug
+    typer.echo(os.path.relpath(prepare_run(load_config(config, overrides or ())).folder))
+    return 0
+
+
+@app.command()
+def stop(run: RunArgument, debug: DebugOption = False) -> int:
+    """Stop a live run in order, however it was started.
+
+    The learner writes a checkpoint; nothing is lost, and --resume goes on.
+
+    \b
+    Example:
+      rollstream stop runs/quickstart
+    """
+    from .by_hand import stop_run
+
+    del debug
+    return 0 if stop_run(run) else 1
