@@ -40,9 +40,10 @@ def models_export(
     run: RunArgument,
     to: Annotated[Path, typer.Option("--to", metavar="FOLDER", help="A new folder.", show_default=False)],
     version: Annotated[int | None, typer.Option("--version", metavar="N", min=0, help="A kept version; default the newest.", show_default=False)] = None,
+    adapter: Annotated[bool, typer.Option("--adapter", help="The adapters alone (learner.policy.lora), as a folder of peft.")] = False,
     debug: DebugOption = False,
 ) -> int:
-    """Export the policy of a run as a plain Hugging Face folder.
+    """Export the policy of a run as a plain Hugging Face folder; adapters are merged into it.
 
     \b
     Example:
@@ -52,5 +53,5 @@ def models_export(
     from .pretrained import export
 
     del debug
-    typer.echo(f"{export(load_run(run).checkpoints_folder, version, to).name} is in {to}")
+    typer.echo(f"{export(load_run(run).checkpoints_folder, version, to, adapter=adapter).name} is in {to}")
     return 0

@@ -63,8 +63,10 @@ def fetch(name: str, folder: Path) -> Path:
     return folder
 
 
-def export(checkpoints: Path, version: int | None, folder: Path) -> Path:
+def export(checkpoints: Path, version: int | None, folder: Path, *, adapter: bool = False) -> Path:
     """Copies the policy of ``version`` (None: the newest checkpoint) to ``folder``, every byte of the checkpoint verified. Returns the checkpoint's folder.
+
+    Adapters are merged into their base; with ``adapter`` they alone are copied, as a folder of peft.
 
     Raises :class:`CheckpointError` where that version was not kept or is damaged, :class:`ConfigError` where ``folder`` holds something already.
     """
@@ -79,11 +81,29 @@ def export(checkpoints: Path, version: int | None, folder: Path) -> Path:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"--to {folder} holds something already; give a folder that is new or empty")
     checkpoint = read_checkpoint(checkpoints / name)
+    adapters = checkpoint.adapter_folder
+    if adapter and adapters is None:
+        raise ConfigError(f"{name} holds no adapters: the run had no learner.policy.lora; leave --adapter out")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
-        copied = shutil.copytree(checkpoint.model_folder, Path(scratch) / "model")
-        copied.replace(folder)
+        ready = Path(scratch) / "model"
+        if adapters is None or adapter:
+            shutil.copytree(adapters if adapters is not None and adapter else checkpoint.model_folder, ready)
+        else:
+            _merged(checkpoint.model_folder, adapters, ready)
+        ready.replace(folder)
     return checkpoint.folder
+
+
+def _merged(base: Path, adapters: Path, folder: Path) -> None:
+    """Writes the policy that ``adapters`` on ``base`` are as a plain folder."""
+    from .learner.lora import adapt_as_saved, merge
+
+    model = models.load_policy(base)
+    adapt_as_saved(model, adapters)
+    merge(model)
+    model.save_pretrained(folder)
+    models.load_tokenizer(base).save_pretrained(folder)
 
 
 def _download(packaged: Packaged, scratch: Path) -> Path:

@@ -156,6 +156,12 @@ def _learning(config: Config) -> Iterator[str]:
             f"learner.group_size {size} with learner.advantage.mode {mode}: a trajectory is compared with the others of its group, and there are none, so "
             "every advantage would be 0; use group_size >= 2, or advantage.mode gae, vtrace or whiten"
         )
+    policy = config.learner.policy
+    if policy.lora is not None and policy.lora.dropout and policy.activation_checkpointing:
+        yield (
+            f"learner.policy.lora.dropout {policy.lora.dropout} with learner.policy.activation_checkpointing: layers computed again would drop other inputs; "
+            "set dropout 0, or activation_checkpointing false"
+        )
     checkpoint = config.learner.checkpoint
     if checkpoint.keep_every is not None and checkpoint.keep_every % checkpoint.every:
         yield (

@@ -170,10 +170,25 @@ class PolicySettings(Section):
     """Of the matrix products of the model's body."""
 
 
+class Lora(Section):
+    """Low-rank adapters (LoRA): only they learn, optimiser state and checkpoints are small, and samplers get the merged weights."""
+
+    rank: int = Field(default=16, ge=1, le=4096)
+    """Rank of the update of each adapted matrix."""
+    alpha: Positive = 32.0
+    """Scale of the update, divided by the rank."""
+    target_modules: tuple[str, ...] = ()
+    """Ends of the names of the linear layers to adapt, such as q_proj; empty is all but the output's."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Share of an adapter's input dropped where gradients are computed; scores of the whole batch are without."""
+
+
 class SinglePolicy(PolicySettings):
     """The whole policy in the learner's one process."""
 
     kind: Literal["single"] = "single"
+    lora: Lora | None = None
+    """Train low-rank adapters instead of the weights; null trains the weights."""
 
 
 class Updates(Section):

@@ -3,6 +3,7 @@
     checkpoints/v000050/
         manifest.json    version, lineage, settings, progress; size and xxh3-128 of every other file
         model/           a complete Hugging Face folder: configuration, safetensors, tokenizer
+        adapter/         with learner.policy.lora: the adapters; model/ is then their base, in version 0 alone, which the others name with its digest
         training.pt      optimiser and random-number state, the value head where there is one (tensors and plain values only: read with weights_only)
 
 A checkpoint is written under ``.v000050.tmp``, flushed to disk file by file, and takes its name by one rename after the buffer flushed log and ledger
@@ -27,6 +28,7 @@ import torch
 import xxhash
 
 from ..errors import CheckpointError
+from .lora import save_model
 from .value import ValueHead
 
 if TYPE_CHECKING:
@@ -52,8 +54,14 @@ class Checkpoint:
 
     @property
     def model_folder(self) -> Path:
-        """Its Hugging Face folder."""
-        return self.folder / "model"
+        """Its Hugging Face folder; of a policy with adapters that of their base."""
+        return model_folder_of(self.folder)
+
+    @property
+    def adapter_folder(self) -> Path | None:
+        """Its adapters; None where the weights themselves were trained."""
+        folder = self.folder / "adapter"
+        return folder if folder.is_dir() else None
 
 
 def write_checkpoint(
@@ -84,12 +92,13 @@ def write_checkpoint(
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
-        model.save_pretrained(temporary / "model")
-        tokenizer.save_pretrained(temporary / "model")
+        save_model(model, tokenizer, temporary, base=not (checkpoints / FIRST).is_dir())
         head = {} if value_head is None else {"value_head": value_head.state_dict()}
         torch.save({"optimizer": optimizer.state_dict(), "random": _random_state(), **head}, temporary / "training.pt")
         files = {str(path.relative_to(temporary)): _fingerprint(path) for path in sorted(temporary.rglob("*")) if path.is_file()}
         manifest = {"format": FORMAT, "version": version, "lineage": lineage, "settings": settings, "progress": progress, "files": files}
+        if not (temporary / "model").is_dir():
+            manifest["base"] = {"checkpoint": FIRST, "xxh3": base_digest(checkpoints / FIRST)}
         (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1, sort_keys=True), encoding="utf-8")
         for path in [*temporary.rglob("*"), temporary]:
             _flush(path)
@@ -167,6 +176,25 @@ def restore_training(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer, d
         torch.cuda.set_rng_state(state["random"]["cuda"].cpu())
 
 
+def model_folder_of(folder: Path) -> Path:
+    """The Hugging Face folder of the checkpoint in ``folder``: its own, or the base of its adapters."""
+    own = folder / "model"
+    return own if own.is_dir() else _base_of(folder) / "model"
+
+
+def _base_of(folder: Path) -> Path:
+    """The checkpoint that holds the base of the adapters in ``folder``: beside it, or in the run's own checkpoints where a fork put ``folder`` aside."""
+    beside, above = folder.parent / FIRST, folder.parents[2] / FIRST
+    return above if not beside.is_dir() and above.is_dir() else beside
+
+
+def base_digest(folder: Path) -> str:
+    """What names the base of adapters: xxh3-128 of the sizes and hashes that the manifest of checkpoint ``folder`` has for its model."""
+    manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    files = {name: entry for name, entry in manifest["files"].items() if name.startswith("model/")}
+    return xxhash.xxh3_128_hexdigest(json.dumps(files, sort_keys=True).encode())
+
+
 def clear_leftovers(checkpoints: Path) -> None:
     """Removes what a killed process left half-written or half-removed."""
     if checkpoints.is_dir():
@@ -202,6 +230,12 @@ def _fault(folder: Path) -> str:
                 return f"{name} has {found['size_bytes']} bytes with xxh3 {found['xxh3']}, its manifest says {expected['size_bytes']} with {expected['xxh3']}"
         if not {"version", "lineage", "settings", "progress"} <= manifest.keys():
             return "manifest.json is incomplete"
+        if "base" in manifest:
+            base = _base_of(folder)
+            if fault := _fault(base):
+                return f"its base {base.name} is damaged: {fault}"
+            if base_digest(base) != manifest["base"]["xxh3"]:
+                return f"its base {base.name} is another model than its adapters were trained on"
     except FileNotFoundError as error:
         return f"{Path(str(error.filename)).name} is missing"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

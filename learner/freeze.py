@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from .credit import Scored, assign, kl_in_reward, needs_credit
+from .lora import AdaptersOff
 from .policy import Policy
 from .step import Stepper, Work
 from .token_advantages import token_mode
@@ -60,7 +61,7 @@ def freeze(stepper: Stepper, work: Work, *, several: bool) -> Frozen:
     return Frozen(tokens, credit.metrics)
 
 
-def _score(policy: Policy, work: Work, name: str) -> dict[str, torch.Tensor]:
+def _score(policy: Policy | AdaptersOff, work: Work, name: str) -> dict[str, torch.Tensor]:
     """Log-probabilities of the tokens that train as ``name [p]``; from a policy with a value head also ``values [p]`` and the bootstraps ``after [N]``."""
     num, num_trajectories = len(work.flat.token_ids), len(work.flat.rows.rewards)
     found: dict[str, torch.Tensor] = {}

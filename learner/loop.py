@@ -21,7 +21,8 @@ from ..buffer.wire import StatusReply, Welcome
 from ..configs.run_folder import Run
 from ..errors import ConfigError, RoleFailed, StreamError
 from .alarms import check_alarms
-from .checkpoint import FIRST, Checkpoint, clear_leftovers, newest_checkpoint, read_checkpoint, restore_training, write_checkpoint
+from .checkpoint import FIRST, Checkpoint, clear_leftovers, model_folder_of, newest_checkpoint, read_checkpoint, restore_training, write_checkpoint
+from .lora import AdaptersOff, adapt
 from .metrics import Counters, data_figures, row_of
 from .optimizer import optimizer_of
 from .policy import Policy, policy_of
@@ -86,9 +87,9 @@ def learn_from(run: Run, source: BatchSource, stop: threading.Event) -> None:
     held.lineage = source.hello(held.version, held.lineage).lineage  # from here on in the current one, which shares the version held
     if held.saved is None:
         held.saved = _save(run, held, source.sync)
-    stepper = Stepper(held.policy, held.optimizer, run.config, reference_of(run))
+    stepper = Stepper(held.policy, held.optimizer, run.config, reference_of(run, held.policy))
     tracker = Tracker(run.metrics_path, run.tensorboard_folder, held.version)
-    publisher = Publisher(publish_to(run, run.config.actors.num), held.policy.model, held.saved / "model")
+    publisher = Publisher(publish_to(run, run.config.actors.num), held.policy.model, model_folder_of(held.saved))
     counters = Counters(source.status)
     saving_s = 0.0
 
@@ -155,6 +156,7 @@ def start(run: Run, stop: threading.Event) -> Held:
     policy = policy_of(model, config)
     if saved is None and run.config.warmup is not None:
         warm_up(policy, tokenizer, run.config, stop)
+    adapt(model, config.policy.lora, run.config.seed, saved)
     optimizer = optimizer_of(policy, config)
     held = Held(policy, tokenizer, optimizer, version=0, lineage=0, skipped_in_a_row=0, skipped=0, saved=None)
     if saved is None:
@@ -172,10 +174,12 @@ def step_settings(run: Run) -> dict[str, Any]:
     return settings if learner.optimizer.schedule == "constant" else settings | {"versions": learner.versions}
 
 
-def reference_of(run: Run) -> Policy | None:
-    """The frozen policy of the KL term: version 0, which stays on disk for it. None where the loss has no such term."""
+def reference_of(run: Run, policy: Policy) -> Policy | AdaptersOff | None:
+    """The frozen policy of the KL term: version 0, which stays on disk for it, or ``policy`` without its adapters. None where the loss has no such term."""
     if run.config.learner.loss.kl is None:
         return None
+    if run.config.learner.policy.lora is not None:
+        return AdaptersOff(policy)
     first = read_checkpoint(run.checkpoints_folder / FIRST)
     model = models.load_policy(first.model_folder, device=run.config.learner.device).requires_grad_(False)
     return Policy(model, run.config.learner.policy.model_copy(update={"activation_checkpointing": False}))
@@ -223,7 +227,7 @@ def _save(run: Run, held: Held, sync: Callable[[], object]) -> Path:
         progress={"skipped_in_a_row": held.skipped_in_a_row, "skipped": held.skipped},
         keep_last=run.config.learner.checkpoint.keep_last,
         keep_every=run.config.learner.checkpoint.keep_every,
-        keep_first=run.config.learner.loss.kl is not None,
+        keep_first=run.config.learner.loss.kl is not None or run.config.learner.policy.lora is not None,
         sync=sync,
     )
 

@@ -23,6 +23,7 @@ import xxhash
 from ..buffer.channels import Publishing
 from ..buffer.manifest import ALIGNMENT, Manifest, WeightTensor
 from ..errors import ConfigError
+from .lora import plain_state
 
 if TYPE_CHECKING:
     from ..models import PreTrainedModel
@@ -33,11 +34,15 @@ _ASK_AGAIN_S = 0.002
 
 
 class Publisher:
-    """Publishes the weights of ``model``, by the names of :func:`published_tensors`. ``saved`` is a folder ``model.save_pretrained`` wrote."""
+    """Publishes the weights of ``model``, by the names of :func:`published_tensors`; adapters are merged into them first.
+
+    ``saved`` is a folder ``model.save_pretrained`` wrote.
+    """
 
     def __init__(self, writer: Publishing, model: PreTrainedModel, saved: Path) -> None:
         self._writer = writer
-        self._tensors = published_tensors(model, saved)
+        state, self._refresh = plain_state(model)
+        self._tensors = published_tensors(model, saved, state)
         self._fixed = all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in self._tensors.values())
         self._views = self._describe() if self._fixed else []
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="publisher")
@@ -85,6 +90,7 @@ class Publisher:
 
     def _copy(self, lineage: int, version: int) -> None:
         started = time.perf_counter()
+        self._refresh()
         views = self._views if self._fixed else self._describe()
         while True:
             manifest = self._writer.write(lineage, version, views)
@@ -104,7 +110,7 @@ class Publisher:
 def digest_of(model: PreTrainedModel, saved: Path) -> str:
     """The digest that the weights channel gives the weights of ``model`` as they are: xxh3-128 of their bytes, each tensor padded to the alignment."""
     hasher = xxhash.xxh3_128()
-    for tensor in published_tensors(model, saved).values():
+    for tensor in published_tensors(model, saved, plain_state(model)[0]).values():
         content = _bytes_of(tensor)
         hasher.update(content)
         hasher.update(bytes(-content.nbytes % ALIGNMENT))
@@ -117,15 +123,17 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(content)
 
 
-def published_tensors(model: PreTrainedModel, saved: Path) -> dict[str, torch.Tensor]:
+def published_tensors(model: PreTrainedModel, saved: Path, state: dict[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
     """What is published: the tensors ``model`` computes with, under the names it holds them by, sorted; tied ones once, by the name ``saved`` has.
+
+    ``state`` are the tensors to look among, default those of ``model``: with adapters those of the merged model (:func:`.lora.plain_state`).
 
     Those are the names of the safetensors files wherever a model saves what it holds. A mixture of experts holds its experts fused and saves them one by
     one; it is published fused, and a sampler that loads the same folder through transformers holds it under the same names.
 
     Raises :class:`ConfigError` where ``saved`` does not hold as many numbers as the model: it is another model's folder.
     """
-    state: dict[str, torch.Tensor] = model.state_dict()
+    state = model.state_dict() if state is None else state
     sizes = _saved_sizes(saved)
     held = {name: state[name] for name in sizes if name in state}
     sent = {_place(tensor) for tensor in held.values()}

@@ -27,6 +27,7 @@ from ..configs.schema import Config
 from ..errors import CheckpointError, ConfigError
 from .checkpoint import FIRST, Checkpoint, newest_of, restore_training
 from .loop import reference_of, step_settings
+from .lora import AdaptersOff, adapt
 from .metrics import data_figures, row_of
 from .optimizer import optimizer_of
 from .policy import Policy, policy_of
@@ -106,7 +107,7 @@ def replay(run: Run, version: int, lineage: int | None = None, what_if: Callable
 
 
 def _under(config: Config, run: Run, stepper: Stepper) -> Stepper:
-    return Stepper(stepper.policy, stepper.optimizer, config, _reference(replace(run, config=config)))
+    return Stepper(stepper.policy, stepper.optimizer, config, _reference(replace(run, config=config), stepper.policy))
 
 
 def _train(stepper: Stepper, batch: Batch, skipped: int) -> tuple[dict[str, float], bool]:
@@ -157,16 +158,17 @@ def _stepper_at(run: Run, saved: Checkpoint) -> Stepper:
     try:
         model = models.load_policy(saved.model_folder, device=config.device)
         policy = policy_of(model, config)
+        adapt(model, config.policy.lora, run.config.seed, saved)
         optimizer = optimizer_of(policy, config)
         restore_training(saved, optimizer, config.device, policy.value_head)
     except OSError as error:
         if saved.folder.exists():
             raise
         raise CheckpointError(f"checkpoint {saved.folder.name} was removed by the live run while it was read: run the command again") from error
-    return Stepper(policy, optimizer, run.config, _reference(run))
+    return Stepper(policy, optimizer, run.config, _reference(run, policy))
 
 
-def _reference(run: Run) -> Policy | None:
+def _reference(run: Run, policy: Policy) -> Policy | AdaptersOff | None:
     if run.config.learner.loss.kl is not None and not (run.checkpoints_folder / FIRST).is_dir():
         raise ConfigError(f"learner.loss.kl needs version 0 as its reference, and {FIRST} is not among the checkpoints that were kept: leave kl out")
-    return reference_of(run)
+    return reference_of(run, policy)

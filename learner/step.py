@@ -14,6 +14,7 @@ from ..buffer.types import Batch
 from ..configs.schema import Config
 from ..errors import ConfigError
 from .collate import Flat, MicroBatch, flatten, pack
+from .lora import AdaptersOff
 from .objective import Objective, Stats, Tokens
 from .optimizer import clip, learning_rate, parameters_of, set_rate
 from .plan import Plan, plan
@@ -64,7 +65,7 @@ class Update:
 class Stepper:
     """Turns batches into steps of ``optimizer`` on ``policy``; ``reference`` is the frozen policy of the KL term, where the loss has one."""
 
-    def __init__(self, policy: Policy, optimizer: torch.optim.Optimizer, config: Config, reference: Policy | None = None) -> None:
+    def __init__(self, policy: Policy, optimizer: torch.optim.Optimizer, config: Config, reference: Policy | AdaptersOff | None = None) -> None:
         self.policy, self.config, self.reference = policy, config, reference
         self.optimizer = optimizer
         self._objective = Objective(config.learner.loss)

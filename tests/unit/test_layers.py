@@ -50,6 +50,7 @@ DOORS = {
     "sglang": set(),
     "megatron": set(),
     "wandb": set(),
+    "peft": {"learner/lora.py"},
     "duckdb": {"buffer/inspect.py"},
 }
 """Each heavy library has one door. transformers' cache and attention interfaces belong to the two files that implement them."""
