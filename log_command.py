@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from .buffer.blob_store import blob_path, digests_of
 from .buffer.inspect import EXPORTED, Filter, Inspector, Listed
 from .buffer.types import Segment, Trajectory
 from .configs.run_folder import Run
@@ -46,9 +48,12 @@ def log_lines(run: Run, chosen: Filter, *, show: str | None = None, tokens: bool
             yield from _show(run, inspector, show, tokens)
         elif export is not None:
             listed = inspector.listed(chosen)
-            num_rows = _export(inspector.tables(listed), EXPORTED, export)
+            named: dict[str, None] = {}
+            num_rows = _export(_noting(inspector.tables(listed), named), EXPORTED, export)
             removed = f"; the rows of {inspector.num_removed:,} more were removed by retention (buffer.keep_gb)" if inspector.num_removed else ""
             yield f"{export}: {len(listed) - inspector.num_removed:,} trajectories in {num_rows:,} rows{removed}"
+            if named:
+                yield _export_blobs(run, named, export)
         else:
             yield from _list(inspector, chosen)
 
@@ -147,6 +152,10 @@ def _show(run: Run, inspector: Inspector, show: str, tokens: bool) -> Iterator[s
             yield from ("", f"segment {index}")
         for turn in range(len(segment.turn_starts)):
             yield from _turn(segment, turn, tokenizer)
+        for span in segment.media:
+            path = blob_path(run.blobs_folder, span.digest)
+            lies = f"{path.stat().st_size:,} bytes in {os.path.relpath(path)}" if path.is_file() else "its bytes are not there any more"
+            yield f"image at tokens {span.start} to {span.start + span.length}: {span.mime}, {lies}"
 
 
 def _summary(listed: Listed, trajectory: Trajectory) -> Iterator[str]:
@@ -235,6 +244,27 @@ def _export(tables: Iterable[pa.Table], schema: pa.Schema, path: Path) -> int:
     finally:
         temporary.unlink(missing_ok=True)
     return num_rows
+
+
+def _noting(tables: Iterable[pa.Table], named: dict[str, None]) -> Iterator[pa.Table]:
+    """The tables, and in ``named`` every image that they name."""
+    for table in tables:
+        for batch in table.to_batches():
+            named.update(dict.fromkeys(digests_of(batch)))
+        yield table
+
+
+def _export_blobs(run: Run, named: Iterable[str], export: Path) -> str:
+    """Copies the images beside the rows that name them."""
+    folder = export.with_name(f"{export.stem}-blobs")
+    found = [path for digest in named if (path := blob_path(run.blobs_folder, digest)).is_file()]
+    try:
+        folder.mkdir(exist_ok=True)
+        for path in found:
+            shutil.copyfile(path, folder / path.name)
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be written: {error.strerror or error}; free space, or give --export another place") from error
+    return f"{folder}: {len(found):,} images, each named by its digest"
 
 
 def _write_parquet(tables: Iterable[pa.Table], schema: pa.Schema, path: Path) -> int:

@@ -151,6 +151,8 @@ def audit_lines(report: AuditReport) -> Iterator[str]:
             ("success", bias.trained_success_mean, bias.leased_success_mean),
         )
         yield "             " + "   ".join(f"{name} {trained:.3f} {played:.3f}" for name, trained, played in pairs if not math.isnan(played))
+    if report.num_blobs:
+        yield f"images       {_plural(report.num_blobs, 'blob')}, {report.blob_bytes / 2**20:,.1f} MiB"
     if report.refused:
         yield f"refused      {', '.join(f'{code} {count:,}' for code, count in report.refused.items())}"
     yield from _left_out(report)

@@ -14,7 +14,7 @@ from ..buffer.curve import client_keys
 from ..configs.schema import ScriptedSampler as ScriptedConfig
 from ..configs.schema import TinyModel
 from ..envs import registry
-from ..errors import Refused, StreamError, WeightsGone
+from ..errors import DeadlineExceeded, Refused, StreamError, WeightsGone
 from .env_pool import EnvPool
 from .invalid import InvalidShare
 from .rollout import Player, Renderers
@@ -86,12 +86,15 @@ class _Actor:
 
     def __init__(self, run: Run, actor_id: str, sampler: Sampler, renderers: Renderers) -> None:
         self.settings = run.config.actors
+        self.stall_timeout_s = run.config.buffer.stall_timeout_s
         self.group_size = run.config.learner.group_size
         self.sampler = sampler
         self.envs = EnvPool({env.id: env.kwargs for env in run.config.envs})
         self.player = Player(sampler, renderers, self.envs, self.settings, run.config.seed, actor_id)
         self.invalid = InvalidShare(self.settings.max_invalid_share)
-        self.client = ActorClient(run.endpoint, run.run_id, actor_id, tasks=self.envs.num_tasks(), keys=client_keys(run))
+        self.client = ActorClient(
+            run.endpoint, run.run_id, actor_id, tasks=self.envs.num_tasks(), keys=client_keys(run), compression=run.config.buffer.compression
+        )
         self.reader = subscribe_to(run, actor_id)
         self.loaded = asyncio.Condition()
         self.slots = asyncio.Semaphore(self.settings.slots)
@@ -172,14 +175,25 @@ class _Actor:
     # --- weights ----------------------------------------------------------------------------------------------------------------------
 
     async def hold(self, lineage: int, version: int) -> None:
-        """Returns once the sampler holds at least this version: of that lineage, or any of a later one, and none is about to take its place."""
+        """Returns once the sampler holds at least this version: of that lineage, or any of a later one, and none is about to take its place.
+
+        Raises :class:`DeadlineExceeded` where the learner publishes none for ``buffer.stall_timeout_s``.
+        """
 
         def holds() -> bool:
             return (held := self.sampler.held) is not None and held >= (lineage, version) and not self.leaving_lineage
 
-        if not holds():
-            async with self.loaded:
+        if holds():
+            return
+        try:
+            async with asyncio.timeout(self.stall_timeout_s), self.loaded:
                 await self.loaded.wait_for(holds)
+        except TimeoutError:
+            held = self.sampler.held
+            raise DeadlineExceeded(
+                f"no weights of version {version} came from the learner for {self.stall_timeout_s:g} s (buffer.stall_timeout_s); "
+                f"{self.client.peer_id} holds {'none' if held is None else f'version {held[1]}'}; is the learner alive?"
+            ) from None
 
     async def watch_weights(self) -> None:
         """Consumes published versions; waits for the learner; is released by the next version; produces weights in the sampler, proven.

@@ -17,19 +17,19 @@ import logging
 import time
 import uuid
 from collections import Counter, deque
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 import msgspec
-import pyarrow as pa
 import zmq
 import zmq.asyncio
 
-from ..errors import ConfigError, DataRefused, DeadlineExceeded, Refused
+from ..errors import ConfigError, DeadlineExceeded, Refused
 from . import wire
-from .columns import SCHEMA_VERSION, encode, frame_checksum, to_frame
+from .appends import Appends
+from .blobs import Blob
+from .columns import SCHEMA_VERSION, Compression
 from .curve import ClientKeys, Door
 from .types import Trajectory
 
@@ -37,54 +37,40 @@ logger = logging.getLogger(__name__)
 
 _BEAT_S = 1.0
 _RESEND_S = 5.0
-_COALESCE_S = 0.002
-_COALESCE_BYTES = 1024 * 1024
-_MAX_UNACKNOWLEDGED_BYTES = 32 * 1024 * 1024
-_BYTES_PER_TOKEN = 9  # token id, mask, log-probability
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(wire.Envelope[wire.ServerMessage])
 
 
-@dataclass(slots=True)
-class _Finished:
-    """A trajectory on its way; ``stored`` resolves once it is durable."""
-
-    trajectory: Trajectory
-    size_bytes: int
-    stored: asyncio.Future[None]
-
-
-@dataclass(slots=True)
-class _Append:
-    """An append the buffer has not answered yet."""
-
-    message: wire.Append
-    frame: pa.Buffer
-    finished: list[_Finished]
-    sent_at: float
-
-
 class ActorClient:
     """The actor's side of the stream; ``async with ActorClient(...) as client``.
 
-    ``stop_reason`` is the buffer's once it said Stop. At most 32 MB are unacknowledged at once: further appends wait. ``silent_s``: how long the buffer may
-    be silent (dead, restarting) before the client gives up. ``tasks``: how many tasks environments have, where their number is finite.
+    ``stop_reason`` is the buffer's once it said Stop. The buffer grants how many bytes may be unacknowledged at once: further appends wait. ``silent_s``: how
+    long the buffer may be silent (dead, restarting), or leave one message unanswered, before the client gives up. ``compression`` is that of its rows.
+    ``tasks``: how many tasks environments have, where their number is finite.
 
     Raises (out of the ``async with`` block):
-        DeadlineExceeded: the buffer was silent.
+        DeadlineExceeded: the buffer was silent, or left something unanswered; the message names what.
         Refused: wrong run, protocol, schema or keys.
         ConfigError: another number of tasks than the run counts.
     """
 
     def __init__(
-        self, endpoint: str, run_id: str, peer_id: str, *, tasks: Mapping[str, int] | None = None, silent_s: float = 30.0, keys: ClientKeys | None = None
+        self,
+        endpoint: str,
+        run_id: str,
+        peer_id: str,
+        *,
+        tasks: Mapping[str, int] | None = None,
+        silent_s: float = 30.0,
+        keys: ClientKeys | None = None,
+        compression: Compression = "none",
     ) -> None:
         self.stop_reason: str | None = None
         self._keys = keys
         self._endpoint = endpoint
         self._run_id = run_id
-        self._peer_id = peer_id
+        self.peer_id = peer_id
         self._tasks_known = dict(tasks or {})
         self._silent_s = silent_s
         self._incarnation = uuid.uuid4().hex
@@ -95,31 +81,29 @@ class ActorClient:
         self._num_received = 0
         self._capacity = 0
         self._credit_sent: tuple[int, int] | None = None
-        self._finished: deque[_Finished] = deque()
-        self._finished_came = asyncio.Event()
-        self._unacknowledged: dict[int, _Append] = {}
-        self._room = asyncio.Event()
         self._released: dict[int, asyncio.Future[None]] = {}
         self._counters: dict[str, float] = {}
         self._gauges: dict[str, float] = {}
         self._waiting_for = ""
         self._welcome = asyncio.Event()
+        self._appends = Appends(self._say, self._request_ids, self._welcome, lambda work: self._tasks.create_task(work), compression)
         self._hello_id = 0
         self._hello_at = 0.0
-        self._silent_beats = 0
+        self._silent_beats = self._unknown_beats = 0
+        self._excused = False
 
     async def __aenter__(self) -> Self:
         self._context = zmq.asyncio.Context()
         self._socket: zmq.asyncio.Socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 200)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
-        self._socket.setsockopt(zmq.SNDHWM, 0)  # bounded by _MAX_UNACKNOWLEDGED_BYTES
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # bounded by the bytes that the buffer grants
         self._door = Door(self._socket, self._endpoint, self._keys)
         self._socket.connect(self._endpoint)
         self._silent_beats = 0
         self._tasks = asyncio.TaskGroup()
         await self._tasks.__aenter__()
-        self._background = [self._tasks.create_task(work()) for work in (self._receive, self._send_finished, self._beat, self._watch_door)]
+        self._background = [self._tasks.create_task(work()) for work in (self._receive, self._appends.send_finished, self._beat, self._watch_door)]
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -191,70 +175,19 @@ class ActorClient:
 
     # --- trajectories ---------------------------------------------------------------------------------------------------------------
 
-    async def append(self, trajectory: Trajectory) -> None:
-        """Returns once ``trajectory`` is durable (or another attempt at its member already was).
+    async def append(self, trajectory: Trajectory, blobs: Sequence[Blob] = ()) -> None:
+        """Returns once ``trajectory`` is durable (or another attempt at its member already was). ``blobs`` are the images that it names.
 
         Raises:
-            DataRefused: it does not fit the columns.
+            DataRefused: it does not fit the columns or the wire, or names an image that is not among ``blobs``.
             Refused: the buffer will not store it; the reason names the field.
 
         """
-        stored = asyncio.get_running_loop().create_future()
-        self._finished.append(_Finished(trajectory, trajectory.num_tokens * _BYTES_PER_TOKEN + len(trajectory.messages), stored))
-        self._finished_came.set()
-        await stored
-
-    async def _send_finished(self) -> None:
-        while True:
-            self._finished_came.clear()
-            if not self._finished:
-                await self._finished_came.wait()
-            if sum(finished.size_bytes for finished in self._finished) < _COALESCE_BYTES:
-                await asyncio.sleep(_COALESCE_S)
-            await self._welcome.wait()
-            while sum(append.frame.size for append in self._unacknowledged.values()) > _MAX_UNACKNOWLEDGED_BYTES:
-                self._room.clear()
-                await self._room.wait()
-            taken: list[_Finished] = []
-            size_bytes = 0
-            while self._finished and size_bytes < _COALESCE_BYTES:
-                taken.append(self._finished.popleft())
-                size_bytes += taken[-1].size_bytes
-            if taken:
-                self._append_together(taken)
-
-    def _append_together(self, taken: list[_Finished]) -> None:
-        try:
-            frame = to_frame(encode([finished.trajectory for finished in taken]))
-        except DataRefused as error:
-            if len(taken) == 1:
-                _fail(taken[0].stored, error)
-                return
-            for finished in taken:  # one of them does not fit: only that one fails
-                self._append_together([finished])
-            return
-        append = _Append(wire.Append(len(taken), frame_checksum(frame)), frame, taken, time.monotonic())
-        request_id = next(self._request_ids)
-        self._unacknowledged[request_id] = append
-        self._say(append.message, request_id, frame)
-
-    def _answered(self, request_id: int, reply: wire.Appended | wire.Refused) -> None:
-        append = self._unacknowledged.pop(request_id, None)
-        self._room.set()
-        if append is None:
-            return
-        if isinstance(reply, wire.Appended):
-            for finished in append.finished:
-                _resolve(finished.stored)
-        elif len(append.finished) == 1:
-            _fail(append.finished[0].stored, Refused(reply.code, reply.reason))
-        else:
-            for finished in append.finished:  # one of them is bad: only that one must fail
-                self._append_together([finished])
+        await self._appends.append(trajectory, blobs)
 
     # --- the connection -------------------------------------------------------------------------------------------------------------
 
-    def _say(self, message: wire.ClientMessage, request_id: int = 0, *payload: pa.Buffer) -> None:
+    def _say(self, message: wire.ClientMessage, request_id: int = 0, *payload: Any) -> None:
         """Queues one message; the socket has no limit of its own, so this never waits."""
         header = _encoder.encode(wire.Envelope(wire.PROTOCOL_VERSION, self._run_id, request_id, message))
         self._socket.send_multipart([header, *payload], copy=not payload)
@@ -264,7 +197,7 @@ class ActorClient:
         self._hello_id = next(self._request_ids)
         self._hello_at = time.monotonic()
         self._num_received = 0
-        self._say(wire.Hello("actor", self._peer_id, self._incarnation, SCHEMA_VERSION, list(self._holding), tasks=self._tasks_known), self._hello_id)
+        self._say(wire.Hello("actor", self.peer_id, self._incarnation, SCHEMA_VERSION, list(self._holding), tasks=self._tasks_known), self._hello_id)
 
     async def _receive(self) -> None:
         while True:
@@ -285,7 +218,8 @@ class ActorClient:
                 self._welcome.set()
                 self._credit_sent = None
                 self._post_credit()
-                self._repeat_appends(older_than_s=0)
+                self._appends.grant(message.credit_bytes)
+                self._appends.repeat(older_than_s=0)
                 for released in self._released.values():  # the Hello did not list them
                     _resolve(released)
             case wire.Stop():
@@ -293,8 +227,12 @@ class ActorClient:
             case wire.Refused(code="unknown_peer"):
                 if self._welcome.is_set():
                     self._say_hello()
-            case wire.Appended() | wire.Refused() if request_id in self._unacknowledged:
-                self._answered(request_id, message)
+            case wire.Wait():
+                self._excused = True
+            case _ if self._appends.expects(request_id):
+                if isinstance(message, wire.Appended):
+                    self._appends.grant(message.credit_bytes)
+                self._appends.answered(request_id, message)
             case wire.Refused(code="wrong_tasks"):
                 raise ConfigError(message.reason)
             case wire.Refused():
@@ -316,28 +254,26 @@ class ActorClient:
             self._silent_beats += 1  # beats, not a clock: a process that slept must not blame the buffer
             if self._silent_beats * _BEAT_S > self._silent_s:
                 raise DeadlineExceeded(
-                    f"the buffer at {self._endpoint} was silent for {self._silent_s:g} s; {self._peer_id} waited for it; is its process alive?"
+                    f"the buffer at {self._endpoint} was silent for {self._silent_s:g} s; {self.peer_id} waited for it; is its process alive?"
                 )
+            excused, self._excused = self._excused, False
             if not self._welcome.is_set():
+                self._unknown_beats = 0 if excused else self._unknown_beats + 1
+                if self._unknown_beats * _BEAT_S > self._silent_s:
+                    raise DeadlineExceeded(f"the buffer at {self._endpoint} did not answer the Hello of {self.peer_id} for {self._silent_s:g} s")
                 if now - self._hello_at > _RESEND_S:
                     self._say_hello()
                 continue
+            self._unknown_beats = 0
+            num_beats, what = self._appends.beat(excused=excused)
+            if num_beats * _BEAT_S > self._silent_s:
+                raise DeadlineExceeded(
+                    f"the buffer at {self._endpoint} did not acknowledge the {what} of {self.peer_id} for {self._silent_s:g} s, though it answers heartbeats"
+                )
             self._say(wire.Heartbeat(list(self._holding), self._counters, self._gauges, self._waiting_for), next(self._request_ids))
-            self._repeat_appends(older_than_s=_RESEND_S)
-
-    def _repeat_appends(self, *, older_than_s: float) -> None:
-        now = time.monotonic()
-        for request_id, append in self._unacknowledged.items():
-            if now - append.sent_at >= older_than_s:
-                append.sent_at = now
-                self._say(append.message, request_id, append.frame)
+            self._appends.repeat(older_than_s=_RESEND_S)
 
 
 def _resolve(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)
-
-
-def _fail(future: asyncio.Future[None], error: BaseException) -> None:
-    if not future.done():
-        future.set_exception(error)

@@ -18,6 +18,7 @@ from .audit_log import Column, Rows, read_log
 from .audit_report import AuditReport, EnvBias, note
 from .audit_tasks import check_tasks
 from .bias import Bias
+from .blob_store import blob_path, is_whole
 from .ledger import Ledger
 from .lineages import Lineages
 from .tables import BatchRow
@@ -49,13 +50,28 @@ def audit(folder: Path) -> AuditReport:
             batches = list(ledger.batches(lineages.current))
             appends = list(ledger.locations())
             rows_recorded = dict(ledger.rows("SELECT append_id, num_rows FROM appends"))
+            blobs: dict[str, int] = dict(ledger.rows("SELECT digest, size_bytes FROM blobs"))
         rows = read_log(folder / "stream", ledger, appends, rows_recorded, report)
+        _check_blobs(folder / "blobs", ledger, blobs, rows.digests, report)
     finally:
         ledger.close()
     played = _per_trajectory(rows)
     _match_members(played, np.array(members, np.int64).reshape(-1, 4), report)
     _check_batches(played, batches, lineages, failed, report)
     return report
+
+
+def _check_blobs(folder: Path, ledger: Ledger, recorded: dict[str, int], named: set[str], report: AuditReport) -> None:
+    """Every image that a row names is recorded, and every recorded one holds the bytes of its digest."""
+    wrong = [f"blob {digest} is named by a row and recorded nowhere" for digest in sorted(named - recorded.keys())]
+    for digest, size_bytes in recorded.items():
+        path = blob_path(folder, digest)
+        if is_whole(path, digest, size_bytes):
+            report.num_blobs += 1
+            report.blob_bytes += size_bytes
+        elif next(iter(ledger.rows("SELECT 1 FROM blobs WHERE digest = ?", (digest,))), None) is not None:  # else retention removed it meanwhile
+            wrong.append(f"blob {digest} {'does not match its digest' if path.exists() else 'is missing'}")
+    note(report, wrong)
 
 
 # --- the ledger alone ---------------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import pyarrow as pa
 
 from ..errors import Corrupt
 from .audit_report import AuditReport, note
+from .blob_store import digests_of
 from .columns import SCHEMA_MESSAGE, from_frame
 from .facts import Lists, sampled
 from .ledger import Ledger
@@ -24,7 +25,7 @@ from .sealed import Sealed, SealedFile, file_checksum, sealed_path
 
 Column = npt.NDArray[Any]
 
-_READ = ("group_id", "member", "attempt", "lineage", "env_id", "reward", "env_metrics", "loss_mask", "version_starts", "version_values")
+_READ = ("group_id", "member", "attempt", "lineage", "env_id", "reward", "env_metrics", "loss_mask", "version_starts", "version_values", "media")
 _UNSAMPLED = np.iinfo(np.int32).max
 
 
@@ -44,12 +45,14 @@ class Rows:
     success: Column
     env: Column
     env_names: list[str]
+    digests: set[str]
 
 
 def read_log(folder: Path, ledger: Ledger, appends: Iterable[tuple[int, Location]], rows_recorded: dict[int, int], report: AuditReport) -> Rows:
     """Every recorded append, its checksum verified, one segment at a time."""
     parts: list[list[Column]] = []
     names: dict[str, int] = {}
+    digests: set[str] = set()
     by_segment: dict[int, list[tuple[int, Location]]] = {}
     for append_id, location in appends:
         by_segment.setdefault(location.segment, []).append((append_id, location))
@@ -66,12 +69,13 @@ def read_log(folder: Path, ledger: Ledger, appends: Iterable[tuple[int, Location
             table = pa.Table.from_batches([batch.select(_READ) for _, batch in batches]).combine_chunks()
             ids = np.repeat(np.array([append_id for append_id, _ in batches]), [batch.num_rows for _, batch in batches])
             parts.append(_columns(ids, table.to_batches()[0], names))
+            digests.update(digests_of(table.to_batches()[0]))
     for path in folder.glob("*.arrows"):
         if int(path.stem) not in by_segment:
             report.unrecorded_bytes += max(0, path.stat().st_size - len(SCHEMA_MESSAGE))
     joined = [np.concatenate(column) for column in zip(*parts, strict=True)] if parts else [np.empty(0, np.int64)] * 11
     report.num_rows = len(joined[0]) - report.num_removed
-    return Rows(*joined, env_names=list(names))
+    return Rows(*joined, env_names=list(names), digests=digests)
 
 
 Appends = list[tuple[int, pa.RecordBatch]]

@@ -48,7 +48,7 @@ class AuditReport:
     ``failures`` counts failed trajectories per reason: they carry no training signal, so none counts as trained. ``endings`` counts the others by how they
     ended. ``repeated`` counts per reason the failed attempts that were played again; ``num_unplayed`` are members that groups were closed without.
 
-    ``refused`` counts what the buffer turned away, by code.
+    ``num_blobs`` images lie beside the log, ``blob_bytes`` in all. ``refused`` counts what the buffer turned away, by code.
 
     ``problems`` is empty in a sound run. ``unrecorded_bytes`` lie behind what the ledger recorded: appends a live buffer is just making, or was making when it
     was killed; nobody was told they were stored. ``num_sealed`` segments are Parquet; ``num_removed`` trajectories lay in segments that retention removed, so
@@ -82,6 +82,8 @@ class AuditReport:
     failures: dict[str, int] = field(default_factory=dict[str, int])
     endings: dict[str, int] = field(default_factory=dict[str, int])
     duplicates: int = 0
+    num_blobs: int = 0
+    blob_bytes: int = 0
     refused: dict[str, int] = field(default_factory=dict[str, int])
     bias: dict[str, EnvBias] = field(default_factory=dict[str, EnvBias])
     fates: dict[str, dict[Fate, Tally]] = field(default_factory=dict[str, dict[Fate, Tally]])

@@ -6,6 +6,7 @@ says Hello again and repeats its request. A buffer that stays silent for ``silen
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 import threading
@@ -21,8 +22,10 @@ import zmq
 from ..errors import Corrupt, DeadlineExceeded, Refused, StreamError
 from . import wire
 from .actor_client import ActorClient
+from .blobs import BlobCache, digests_in
 from .columns import SCHEMA_VERSION, aligned, decode, from_frame
 from .curve import ClientKeys, Context, Door
+from .hold import DISK_FULL
 from .types import Batch, Trajectory
 
 __all__ = ["ActorClient", "LearnerClient", "SupervisorClient"]
@@ -31,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 _RESEND_S = 2.0
 _SLICE_S = 0.1
+_BLOB_CACHE_BYTES = 256 * 2**20
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(wire.Envelope[wire.ServerMessage])
@@ -178,14 +182,25 @@ class LearnerClient(_Client):
     """The learner's side of the stream. May be used from several threads; :meth:`hello` comes first and names the main one.
 
     ``silent_s``: how long the buffer may be silent (dead, restarting) before a call gives up. Rank 0 of ``ranks`` speaks for the learner; the others only
-    pull the rows dealt to them. ``keys`` open a buffer that other machines can reach.
+    pull the rows dealt to them. ``keys`` open a buffer that other machines can reach. ``stalled_s`` bounds a :meth:`pull` without progress.
     """
 
     def __init__(
-        self, endpoint: str, run_id: str, peer_id: str = "learner", *, rank: int = 0, ranks: int = 1, silent_s: float = 30.0, keys: ClientKeys | None = None
+        self,
+        endpoint: str,
+        run_id: str,
+        peer_id: str = "learner",
+        *,
+        rank: int = 0,
+        ranks: int = 1,
+        silent_s: float = 30.0,
+        stalled_s: float = 1800.0,
+        keys: ClientKeys | None = None,
     ) -> None:
         super().__init__(endpoint, run_id, "learner", peer_id, silent_s, keys)
         self._rank, self._ranks = rank, ranks
+        self._stalled_s = stalled_s
+        self._cache = BlobCache(_BLOB_CACHE_BYTES)
 
     def hello(self, version: int | None, lineage: int | None = None) -> wire.Welcome:
         """Says that the learner holds ``version`` of ``lineage`` (None: the current one); recorded batches beyond it will be served again.
@@ -205,24 +220,48 @@ class LearnerClient(_Client):
     def pull(self, version: int, on_wait: Callable[[str], None], stop: threading.Event) -> Batch | None:
         """The batch that makes ``version``, the same each time, with the rows of this rank; None if ``stop`` was set or the run ends.
 
-        Waits as long as it takes; ``on_wait`` hears at least every second what for.
+        Waits as long as there is progress; ``on_wait`` hears at least every second what for. A buffer whose disk is full is waited for, however long.
 
         Raises:
-            DeadlineExceeded: the buffer itself was silent.
+            DeadlineExceeded: the buffer itself was silent, or what it waits for did not change for ``stalled_s``; the message names whom.
             Corrupt: the rows do not match their checksums.
             Refused: that version is neither recorded nor next, or its rows are damaged.
 
         """
         connection = self.connection
+        waited_for, since = "", time.monotonic()
         while not stop.is_set():
             answer = connection.request(wire.PullBatch(version, self._rank, self._ranks), cancelled=lambda: stop.is_set() or connection.stop_reason is not None)
             if answer is None or isinstance(answer[0], wire.Stop):
                 return None
             if isinstance(answer[0], wire.BatchReply):
-                return _assemble(answer[0], answer[1])
+                return self._with_blobs(_assemble(answer[0], answer[1]))
             assert isinstance(answer[0], wire.Wait)
             on_wait(answer[0].reason)
+            if answer[0].reason != waited_for or waited_for.startswith(DISK_FULL):
+                waited_for, since = answer[0].reason, time.monotonic()
+            elif time.monotonic() - since > self._stalled_s:
+                raise DeadlineExceeded(f"no progress towards batch {version} for {self._stalled_s:g} s (buffer.stall_timeout_s): {waited_for}")
         return None
+
+    def _with_blobs(self, batch: Batch) -> Batch:
+        digests = digests_in(batch.trajectories)
+        return dataclasses.replace(batch, blobs=self._cache.gather(digests, self.blobs)) if digests else batch
+
+    def blobs(self, digests: Sequence[str]) -> dict[str, bytes]:
+        """The bytes of these blobs, as the buffer has them.
+
+        Raises:
+            Refused: one is not there, or no more.
+
+        """
+        found: dict[str, bytes] = {}
+        while missing := [digest for digest in digests if digest not in found]:
+            answer = self.connection.request(wire.FetchBlobs(missing))
+            assert answer is not None  # nothing cancels it
+            assert isinstance(answer[0], wire.Blobs)
+            found |= {digest: frame.bytes for digest, frame in zip(answer[0].digests, answer[1], strict=True)}
+        return found
 
     def trained(self, version: int) -> None:
         """The learner holds ``version`` now: its groups are trained.

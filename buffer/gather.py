@@ -9,7 +9,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 
 import pyarrow as pa
 
-from .columns import frame_checksum, rows_of, to_frame
+from .columns import Compression, frame_checksum, rows_of, to_frame
 from .header import Entry, Member, assemble, entries
 from .ledger import Ledger
 from .log import Log
@@ -32,7 +32,9 @@ def read_header(ledger: Ledger, log: Log, group_ids: Sequence[int], shared: Mapp
     return assemble(found, group_ids)
 
 
-def gather(ledger: Ledger, log: Log, group_ids: Iterable[int], members: Container[Member] | None = None) -> tuple[list[pa.Buffer], list[int], int]:
+def gather(
+    ledger: Ledger, log: Log, group_ids: Iterable[int], members: Container[Member] | None = None, compression: Compression = "none"
+) -> tuple[list[pa.Buffer], list[int], int]:
     """Frames that hold the committed rows of these groups (of their ``members`` (group, member), by default all) and no others.
 
     Gives the frames, their checksums, and the number of trajectories. A large append all of whose rows are wanted goes out as it lies in the log, neither
@@ -57,10 +59,10 @@ def gather(ledger: Ledger, log: Log, group_ids: Iterable[int], members: Containe
         merged.append(committed(log.read(location), set(keys)))
         merged_bytes += location.size_bytes
         if merged_bytes >= _MERGED_BYTES:
-            _merge(merged, frames, checksums)
+            _merge(merged, frames, checksums, compression)
             merged, merged_bytes = [], 0
     if merged:
-        _merge(merged, frames, checksums)
+        _merge(merged, frames, checksums, compression)
     return frames, checksums, sum(map(len, wanted.values()))
 
 
@@ -83,7 +85,7 @@ def committed(batch: pa.RecordBatch, keys: set[Key]) -> pa.RecordBatch:
     return rows_of(batch, [row for row, key in enumerate(found) if key in keys])
 
 
-def _merge(batches: list[pa.RecordBatch], frames: list[pa.Buffer], checksums: list[int]) -> None:
-    frame = to_frame(pa.concat_batches(batches))
+def _merge(batches: list[pa.RecordBatch], frames: list[pa.Buffer], checksums: list[int], compression: Compression) -> None:
+    frame = to_frame(pa.concat_batches(batches), compression)
     frames.append(frame)
     checksums.append(frame_checksum(frame))

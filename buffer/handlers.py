@@ -21,8 +21,9 @@ import zmq
 from ..configs.run_folder import Run
 from ..errors import Corrupt, DataRefused, Refused
 from . import wire
+from .blob_store import BlobStore, digests_of
 from .books import Books
-from .columns import SCHEMA_VERSION, aligned, frame_checksum, from_frame, rows_of, to_frame
+from .columns import SCHEMA_VERSION, Compression, aligned, frame_checksum, from_frame, rows_of, to_frame
 from .facts import Fact, facts
 from .hold import Hold
 from .log import Log
@@ -52,9 +53,11 @@ class Handlers:
         self.peers = Peers()
         self.round_bytes = 0
         self._run_id = run.run_id
+        self._compression: Compression = run.config.buffer.compression
         self._lease_timeout_s = run.config.buffer.lease_timeout_s
         self._outbox: list[Sequence[Any]] = []
         self._pulls = Pulls(run.config, books, log)
+        self.blobs = BlobStore(run.blobs_folder, books.ledger, books.counters)
         self._next_append_id = books.ledger.last_append_id() + 1
         self._sync_wanted = False
         self.hold: Hold | None = None
@@ -64,6 +67,7 @@ class Handlers:
         self._handlers: dict[type[wire.Message], Callable[[Peer, Any, int, Payload, float], None]] = {
             wire.Credit: self._credit,
             wire.Append: self._append,
+            **dict.fromkeys((wire.AskBlobs, wire.PutBlob, wire.FetchBlobs), self._blobs),
             wire.Heartbeat: self._heartbeat,
             wire.Release: self._release,
             wire.PullBatch: self._pull,
@@ -126,16 +130,18 @@ class Handlers:
                 self._send(*answer)
 
     def commit(self) -> None:
-        """Makes this round durable: the log first, then the ledger.
+        """Makes this round durable: blobs, then the log, then the ledger.
 
         Raises:
             DiskFull: nothing may be answered yet; everything is kept, so that committing again goes on.
 
         """
         self.books.save_counters()
+        self.blobs.flush()
         self.log.flush()
         self.books.ledger.commit()
         if self._sync_wanted:
+            self.blobs.sync()
             self.log.sync()
             self.books.ledger.sync()
             self._sync_wanted = False
@@ -168,7 +174,7 @@ class Handlers:
         peer = self.peers.at(route)
         if peer is not None:
             peer.last_heard = now
-        if isinstance(message, wire.Append):
+        if isinstance(message, wire.Append | wire.PutBlob):
             self.round_bytes = 0  # it is neither kept nor answered: the actor sends it again
             return
         if isinstance(message, wire.Heartbeat) and peer is not None:
@@ -229,7 +235,7 @@ class Handlers:
             self.books.give_up(hello.peer_id, keep=frozenset(hello.holding))
             self.books.claim(hello.peer_id, hello.holding, now)
         logger.info("event=hello role=%s peer=%s holding=%d", hello.role, hello.peer_id, len(hello.holding))
-        self._send(route, request_id, wire.Welcome(self.books.lineage, self.books.version))
+        self._send(route, request_id, wire.Welcome(self.books.lineage, self.books.version, self.peers.credit_bytes()))
         if self._stopping_since is not None and hello.role != "supervisor":
             self._send(route, 0, wire.Stop(self._stop_reason))
 
@@ -293,25 +299,32 @@ class Handlers:
             raise Refused("malformed", f"an append has one record-batch frame, this one {len(payload)}")
         frame = aligned(payload[0].buffer)
         batch = from_frame(frame, message.checksum)
+        self.books.counters["bytes_received"] += frame.size
         found = facts(batch)
         if len(found) != message.num_trajectories:
             raise Refused("malformed", f"{message.num_trajectories} trajectories announced, {len(found)} found")
         self.books.check_known(found)
+        digests = digests_of(batch)
+        self.blobs.check_known(digests)
         verdicts = [self.books.receive(fact, self._next_append_id) for fact in found]
         stored = [fact for fact, verdict in zip(found, verdicts, strict=True) if verdict == "store"]
         if stored:
+            self.blobs.refer(digests, self._next_append_id)
             self._store(stored, frame, batch, message.checksum)
         counters = self.books.counters
         counters["episodes"] += len(found) - verdicts.count("duplicate")
         counters["duplicates"] += verdicts.count("duplicate")
         counters["superseded"] += verdicts.count("superseded")
-        self._send(peer.route, request_id, wire.Appended(len(stored), verdicts.count("superseded")))
+        self._send(peer.route, request_id, wire.Appended(len(stored), verdicts.count("superseded"), self.peers.credit_bytes()))
+
+    def _blobs(self, peer: Peer, message: Any, request_id: int, payload: Payload, now: float) -> None:
+        self._send(peer.route, request_id, *self.blobs.answer(message, payload, self._next_append_id))
 
     def _store(self, stored: list[Fact], frame: pa.Buffer, batch: pa.RecordBatch, checksum: int) -> None:
         """Writes the frame as it came; where some of its rows were not accepted, a frame of the others."""
         num_rows = sum(fact.num_rows for fact in stored)
         if num_rows < batch.num_rows:
-            frame = to_frame(rows_of(batch, [fact.first_row + index for fact in stored for index in range(fact.num_rows)]))
+            frame = to_frame(rows_of(batch, [fact.first_row + index for fact in stored for index in range(fact.num_rows)]), self._compression)
             checksum = frame_checksum(frame)
         location = self.log.append(frame, checksum)
         self.books.ledger.put_append(self._next_append_id, location, num_rows, len(stored))
@@ -357,5 +370,17 @@ class Handlers:
 _ALL_COUNTERS = (
     *("leases", "leases_given_up", "leases_expired", "episodes", "superseded", "duplicates", "refused"),
     *("invalid_infra", "invalid_env", "retries_infra", "retries_env", "unplayed_members", "groups_closed_early", "groups_dropped_late"),
-    *("appends", "rows_stored", "trajectories_stored", "bytes_stored", "age_drops", "refilled_groups", "digests_differ"),
+    *(
+        "appends",
+        "rows_stored",
+        "trajectories_stored",
+        "bytes_stored",
+        "blobs_stored",
+        "blob_bytes_stored",
+        "blobs_received",
+        "blobs_sent",
+        "age_drops",
+        "refilled_groups",
+        "digests_differ",
+    ),
 )

@@ -1,8 +1,8 @@
 """What the buffer still does while its disk is full.
 
-The round that could not be committed is kept with its answers. Appends are neither kept nor answered: actors hold what is not acknowledged and send it again.
-Heartbeats, pulls and looks are answered at once, so nobody takes the buffer for dead. Everything else is put aside, answered with the reason, and handled when
-there is space again; requests are idempotent, and one that is sent again meanwhile takes the place of its first copy.
+The round that could not be committed is kept with its answers. Appends and blobs are neither kept nor answered: actors hold what is not acknowledged and
+send it again. Heartbeats, pulls and looks are answered at once, so nobody takes the buffer for dead. Everything else is put aside, answered with the reason,
+and handled when there is space again; requests are idempotent, and one that is sent again meanwhile takes the place of its first copy.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ import zmq
 
 from . import wire
 
+DISK_FULL = "disk full"
 _RETRY_S = 0.5
+_LOOKS = (wire.StatusRequest, wire.PullBatch, wire.AskBlobs, wire.FetchBlobs)
 
 
 class Hold:
     """One stretch of time in which the disk takes nothing; ``outbox`` are the answers that wait, ``put_aside`` the messages, by route and request id."""
 
     def __init__(self, error: str, outbox: list[Sequence[Any]]) -> None:
-        self.reason = f"disk full: {error}"
+        self.reason = f"{DISK_FULL}: {error}"
         self.outbox = outbox
         self.put_aside: dict[tuple[bytes, int], Sequence[zmq.Frame]] = {}
         self._since = self._tried = time.monotonic()
@@ -41,4 +43,6 @@ class Hold:
 
     def lets_through(self, message: wire.ClientMessage) -> bool:
         """Whether a message is handled as ever: it changes nothing that must be written."""
-        return isinstance(message, wire.StatusRequest | wire.PullBatch) or (isinstance(message, wire.Farewell) and message.everybody)
+        return isinstance(message, wire.StatusRequest | wire.PullBatch | wire.AskBlobs | wire.FetchBlobs) or (
+            isinstance(message, wire.Farewell) and message.everybody
+        )

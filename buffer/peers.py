@@ -7,6 +7,10 @@ from dataclasses import dataclass, field
 
 from .wire import Hello, PeerStatus, Role
 
+BUDGET_BYTES = 256 * 2**20
+"""What all actors together may have under way to the buffer."""
+_MOST_BYTES, _LEAST_BYTES = 32 * 2**20, 2**20
+
 
 @dataclass(slots=True)
 class Peer:
@@ -71,6 +75,11 @@ class Peers:
         self._by_route.pop(peer.route, None)
         if self._by_id.get(peer.peer_id) is peer:
             del self._by_id[peer.peer_id]
+
+    def credit_bytes(self) -> int:
+        """Bytes of rows and blobs that each actor may have unacknowledged: its share of the budget."""
+        num_actors = sum(peer.role == "actor" for peer in self._by_id.values())
+        return max(_LEAST_BYTES, min(_MOST_BYTES, BUDGET_BYTES // max(1, num_actors)))
 
     def __iter__(self) -> Iterator[Peer]:
         return iter(list(self._by_id.values()))

@@ -113,5 +113,5 @@ class Pulls:
         if pull.ranks > 1:
             tokens = costs(header, set(batch.withheld), self._config.learner.advantage, self._config.buffer.degenerate)
             members = {(header.group_ids[index], header.members[index]) for index in deal(tokens, pull.ranks)[pull.rank]}
-        frames, checksums, num_trajectories = gather(self._books.ledger, self._log, batch.groups, members)
+        frames, checksums, num_trajectories = gather(self._books.ledger, self._log, batch.groups, members, self._config.buffer.compression)
         return wire.BatchReply(batch.lineage, batch.version, batch.groups, batch.withheld, recorded, checksums, num_trajectories, header), frames

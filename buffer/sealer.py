@@ -25,6 +25,7 @@ from typing import Self
 
 from ..configs.run_folder import Run
 from ..errors import Corrupt
+from .blob_store import BlobStore
 from .books import Books
 from .ledger import Ledger
 from .log import Log, segment_path
@@ -40,8 +41,9 @@ _RETRY_S = 60.0
 class Sealer:
     """Seals and removes segments beside the buffer's loop; every write to the ledger is made by the loop, between :meth:`record` and :meth:`recorded`."""
 
-    def __init__(self, run: Run, books: Books, log: Log) -> None:
+    def __init__(self, run: Run, books: Books, log: Log, blobs: BlobStore) -> None:
         self._run = run
+        self._blobs = blobs
         self._books = books
         self._log = log
         keep_gb = run.config.buffer.keep_gb
@@ -81,6 +83,7 @@ class Sealer:
             for path in self._superfluous:
                 path.unlink(missing_ok=True)
             self._superfluous.clear()
+            self._blobs.unlink_removed()
             self._log.release()
 
     # --- sealing --------------------------------------------------------------------------------------------------------------------
@@ -137,7 +140,7 @@ class Sealer:
     # --- retention ------------------------------------------------------------------------------------------------------------------
 
     def _remove_oldest(self, keep_bytes: int) -> None:
-        excess = sum(path.stat().st_size for path in self._run.stream_folder.iterdir()) - keep_bytes
+        excess = sum(path.stat().st_size for path in self._run.stream_folder.iterdir()) + self._blobs.num_bytes - keep_bytes
         if excess <= 0 or not self._kept:
             return
         needed_from = self._needed_from(min(self._oldest_checkpoint(), self._books.version))
@@ -148,7 +151,7 @@ class Sealer:
             self._books.ledger.remove_segment(segment)
             self._superfluous.append(sealed_path(self._run.stream_folder, segment))
             del self._kept[segment]
-            excess -= sealed.size_bytes
+            excess -= sealed.size_bytes + self._blobs.remove_up_to(sealed.last_append_id)
 
     def _oldest_checkpoint(self) -> int:
         """The oldest version a run may resume from; the first checkpoint may also be kept beyond that, as a reference."""

@@ -17,6 +17,8 @@ import zmq
 
 from ..configs.run_folder import Run
 from ..errors import ConfigError, DiskFull
+from . import wire
+from .blob_store import recover_blobs
 from .books import Books
 from .curve import Context, Gate, buffer_keys, prepare_keys
 from .handlers import Handlers
@@ -31,6 +33,7 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.1
 _STOP_GRACE_S = 5.0
 _MAX_ROUND_MESSAGES = 512
+_MAX_WAITING = 64
 _MAX_ROUND_BYTES = 32 * 1024 * 1024
 
 
@@ -52,6 +55,7 @@ def serve(run: Run, stop: threading.Event) -> None:
             recover_sealed(ledger, run.stream_folder)
             log.start_after(ledger.last_segment())
             lost = log.recover(ledger.segment_ends(), ledger.unsynced())
+            lost += sorted(set(recover_blobs(ledger, run.blobs_folder, log)) - set(lost))
             if lost:
                 forget(ledger, lost)
             fork_once(ledger, run.fork, log.read)
@@ -61,7 +65,7 @@ def serve(run: Run, stop: threading.Event) -> None:
                 zmq.Context() as context,
                 _router(context) as socket,
                 Gate(context, socket, buffer_keys(run), handlers.count_refusal) as gate,
-                Sealer(run, handlers.books, log) as sealer,
+                Sealer(run, handlers.books, log, handlers.blobs) as sealer,
             ):
                 _bind(socket, run)
                 leased, version = handlers.books.num_leased, handlers.books.version
@@ -117,6 +121,7 @@ def loop(socket: zmq.Socket[bytes], handlers: Handlers, sealer: Sealer, gate: Ga
                 handlers.begin_hold(str(error))
         _send(socket, handlers)
     if handlers.hold is not None:
+        handlers.blobs.abandon()
         handlers.log.abandon()
         handlers.books.ledger.abandon()
         raise DiskFull(f"stopped while the disk was full, nothing acknowledged is lost: {handlers.hold.reason}")
@@ -155,6 +160,9 @@ def _router(context: Context) -> zmq.Socket[bytes]:
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     # never drop: what is queued per peer is bounded by its own requests, its credit, and the clients' limit on what is unacknowledged
     socket.setsockopt(zmq.SNDHWM, 0)
+    # whatever a peer sends: at most so many messages of it wait here, the rest at its own side
+    socket.setsockopt(zmq.RCVHWM, _MAX_WAITING)
+    socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_FRAME_BYTES)
     socket.setsockopt(zmq.LINGER, 1000)
     return socket
 

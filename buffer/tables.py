@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from .types import GroupState
 
-LEDGER_VERSION = 4
+LEDGER_VERSION = 5
 """Of the tables below: another one's ledger is refused."""
 
 TABLES = """
@@ -34,6 +34,9 @@ CREATE TABLE IF NOT EXISTS tasks(place INTEGER PRIMARY KEY, env_id TEXT NOT NULL
 CREATE TABLE IF NOT EXISTS appends(
     append_id INTEGER PRIMARY KEY, segment INTEGER NOT NULL, offset INTEGER NOT NULL, size_bytes INTEGER NOT NULL, checksum TEXT NOT NULL,
     num_rows INTEGER NOT NULL, num_trajectories INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS blobs(
+    digest TEXT PRIMARY KEY, size_bytes INTEGER NOT NULL, first_append_id INTEGER NOT NULL, last_append_id INTEGER NOT NULL) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS blobs_by_append ON blobs(last_append_id);
 CREATE TABLE IF NOT EXISTS batches(
     lineage INTEGER NOT NULL, version INTEGER NOT NULL, groups TEXT NOT NULL, withheld TEXT NOT NULL, max_lag INTEGER NOT NULL, lag_bound INTEGER NOT NULL,
     PRIMARY KEY(lineage, version)) WITHOUT ROWID;

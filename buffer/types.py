@@ -6,6 +6,7 @@ segment, ``R`` runs of equal policy version, ``K`` turns. ``behaviour_logprobs[t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -178,3 +179,5 @@ class Batch:
     recorded: bool = False
     """True when this batch had been served before: a redo after a crash."""
     header: Header | None = None
+    blobs: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
+    """The bytes of every image that ``trajectories`` name, by digest."""

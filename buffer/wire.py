@@ -8,6 +8,9 @@ structs below, MessagePack) followed by Arrow IPC record-batch frames where the 
     Hello            ->             Welcome | Refused            once per connection and after every buffer restart
     Credit           ->             Leases*                      "I can take this many more groups": leases are pushed as admission allows
     Append + frames  ->             Appended | Refused           only after the rows are in the log
+    AskBlobs         ->             LackedBlobs                  which of these digests must be sent
+    PutBlob + frame  ->             Acknowledged | Refused       the bytes of one digest, before the rows that name it
+    FetchBlobs       ->             Blobs + frames | Refused     the bytes of the first of these digests, as many as fit
     Heartbeat        ->             Acknowledged                 keeps leases; carries the actor's counters and what it waits for
     Release          ->             Acknowledged                 an actor that stops gives its leases back
     PullBatch        ->             BatchReply + frames | Wait   the header and a rank's rows, the same every time; Stop when the run ends
@@ -26,7 +29,10 @@ import msgspec
 
 from .types import Header, Purpose
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 6
+
+MAX_FRAME_BYTES = 64 * 2**20
+"""Of one frame to the buffer. A peer that sends a longer one loses its connection."""
 
 Role = Literal["actor", "learner", "supervisor"]
 RefusalCode = Literal[
@@ -83,6 +89,24 @@ class Append(Message, frozen=True):
 
     num_trajectories: int
     checksum: int
+
+
+class AskBlobs(Message, frozen=True):
+    """Asks which of these blobs the buffer does not have."""
+
+    digests: list[str]
+
+
+class PutBlob(Message, frozen=True):
+    """The bytes of one blob, in one frame. Trajectories that name it come after it is acknowledged."""
+
+    digest: str
+
+
+class FetchBlobs(Message, frozen=True):
+    """Asks for the bytes of these blobs."""
+
+    digests: list[str]
 
 
 class Heartbeat(Message, frozen=True):
@@ -143,10 +167,11 @@ class Farewell(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True):
-    """The peer is known now. ``lineage`` and ``version`` are the learner's as the buffer knows them."""
+    """The peer is known now. ``lineage`` and ``version`` are the learner's as the buffer knows them; an actor may have ``credit_bytes`` unacknowledged."""
 
     lineage: int
     version: int
+    credit_bytes: int = 0
 
 
 class FinishedMember(msgspec.Struct, frozen=True):
@@ -184,10 +209,26 @@ class Leases(Message, frozen=True):
 
 
 class Appended(Message, frozen=True):
-    """The rows are in the log. ``superseded`` counts trajectories whose member had been committed by an earlier attempt."""
+    """The rows are in the log. ``superseded`` counts trajectories whose member had been committed by an earlier attempt.
+
+    ``credit_bytes`` is what the actor may have unacknowledged from now on, rows and blobs together.
+    """
 
     num_stored: int
     num_superseded: int
+    credit_bytes: int = 0
+
+
+class LackedBlobs(Message, frozen=True):
+    """Of the blobs that were asked about, those the buffer does not have."""
+
+    digests: list[str]
+
+
+class Blobs(Message, frozen=True):
+    """The bytes of these blobs follow, a frame each; the first of those that were asked for, at least one."""
+
+    digests: list[str]
 
 
 class BatchReply(Message, frozen=True):
@@ -262,8 +303,10 @@ class StatusReply(Message, frozen=True):
     holds_for: str = ""
 
 
-ClientMessage = Hello | Credit | Append | Heartbeat | Release | PullBatch | Trained | Published | Sync | StatusRequest | Farewell
-ServerMessage = Welcome | Leases | Appended | BatchReply | Wait | Acknowledged | Refused | Stop | StatusReply
+ClientMessage = (
+    Hello | Credit | Append | AskBlobs | PutBlob | FetchBlobs | Heartbeat | Release | PullBatch | Trained | Published | Sync | StatusRequest | Farewell
+)
+ServerMessage = Welcome | Leases | Appended | LackedBlobs | Blobs | BatchReply | Wait | Acknowledged | Refused | Stop | StatusReply
 
 
 M = TypeVar("M")

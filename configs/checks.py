@@ -116,6 +116,15 @@ def _staleness(config: Config) -> Iterator[str]:
         )
 
 
+def _waits(config: Config) -> Iterator[str]:
+    stall_s, episode_s = config.buffer.stall_timeout_s, config.actors.episode_timeout_s
+    if stall_s <= episode_s:
+        yield (
+            f"buffer.stall_timeout_s {stall_s:g} is not longer than actors.episode_timeout_s {episode_s:g}: one slow episode would end the run; raise it above "
+            f"{episode_s:g} or lower the other"
+        )
+
+
 def _lengths(config: Config) -> Iterator[str]:
     longest = config.actors.sampling.max_trajectory_tokens
     positions = _max_positions(config)

@@ -4,6 +4,7 @@ runs/NAME/
 config.yaml          resolved configuration and its provenance (run id, versions, git commit)
 ledger.sqlite        states of every group, recorded batches
 stream/              the durable Arrow log
+blobs/               images and other media, each once, under its digest
 keys/                where other machines can reach the buffer: who may speak to it (mode 0700)
 model/               the starting policy as a Hugging Face folder
 checkpoints/v000000/ one folder per kept version
@@ -67,6 +68,11 @@ class Run:
     def stream_folder(self) -> Path:
         """Arrow log."""
         return self.folder / "stream"
+
+    @property
+    def blobs_folder(self) -> Path:
+        """Bytes that the log names by digest."""
+        return self.folder / "blobs"
 
     @property
     def model_folder(self) -> Path:

@@ -104,6 +104,10 @@ class Buffer(Section):
     """Groups a batch may take beyond ``batch_groups`` to replace degenerate ones; read with refill."""
     endpoint: str = Field(default="ipc", pattern=r"^(ipc|tcp://(localhost|[\d.]+|\[[\da-fA-F:.]+\]):\d{1,5})$")
     """Where the buffer listens: ``ipc`` (a private Unix socket) or ``tcp://ADDRESS:PORT``; beyond loopback only who has the run's keys is let in."""
+    stall_timeout_s: Seconds = 1800.0
+    """Longest wait of the learner for its batch, or of an actor for weights, without any progress; then the run ends, naming whom it waited for."""
+    compression: Literal["none", "lz4", "zstd"] = "none"
+    """Of rows on the wire and in the log; a core compresses about 0.6 GB/s with lz4, so it is for networks and full disks."""
     lease_timeout_s: Seconds = 60.0
     """Silence of an actor after which its leases are offered to others."""
     max_infra_attempts: int = Field(default=3, ge=1, le=1000)

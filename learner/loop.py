@@ -73,7 +73,7 @@ def learn(run: Run, stop: threading.Event) -> None:
 
     Raises :class:`DataRefused` for a batch that must not train, :class:`CheckpointError` for a damaged one, :class:`RoleFailed` where an alarm stops the run.
     """
-    with LearnerClient(run.endpoint, run.run_id, keys=client_keys(run)) as client:
+    with LearnerClient(run.endpoint, run.run_id, keys=client_keys(run), stalled_s=run.config.buffer.stall_timeout_s) as client:
         learn_from(run, client, stop)
 
 

@@ -18,7 +18,10 @@ from .updates import Trained
 
 _ASK_S = 1.0
 """At most this often the buffer is asked about the other roles."""
-_OF_BUFFER = ("retries_infra", "retries_env", "groups_closed_early", "groups_dropped_late", "unplayed_members", "superseded", "refused")
+_OF_BUFFER = (
+    *("retries_infra", "retries_env", "groups_closed_early", "groups_dropped_late", "unplayed_members", "superseded"),
+    *("refused", "bytes_received", "bytes_stored", "blob_bytes_stored"),
+)
 """Counters of the buffer that a row repeats."""
 
 

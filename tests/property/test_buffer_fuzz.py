@@ -177,9 +177,9 @@ def test_rows_already_stored_are_left_out_of_the_log_and_the_rest_is_served(tmp_
     (leases,) = made.tell(wire.Credit(1))
     (group_id,) = [lease.group_id for lease in leases.leases]
     first, both = frame(group_id, 0), together(group_id)
-    assert made.tell(wire.Append(1, checksum(first)), first)[-1] == wire.Appended(1, 0)
-    assert made.tell(wire.Append(2, checksum(both)), both)[-1] == wire.Appended(1, 0)
-    assert made.tell(wire.Append(2, checksum(both)), both)[-1] == wire.Appended(0, 0)
+    assert made.tell(wire.Append(1, checksum(first)), first)[-1] == wire.Appended(1, 0, made.handlers.peers.credit_bytes())
+    assert made.tell(wire.Append(2, checksum(both)), both)[-1] == wire.Appended(1, 0, made.handlers.peers.credit_bytes())
+    assert made.tell(wire.Append(2, checksum(both)), both)[-1] == wire.Appended(0, 0, made.handlers.peers.credit_bytes())
     assert (made.stored(), made.handlers.books.counters["duplicates"]) == (2, 3)
     reply = made.say(
         msgspec.msgpack.encode(wire.Envelope(wire.PROTOCOL_VERSION, RUN_ID, 1, wire.Hello("learner", "learner", "one", 1, version=0))), route=b"learner"

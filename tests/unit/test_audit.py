@@ -22,6 +22,7 @@ from rollstream.buffer.facts import facts
 from rollstream.buffer.ledger import Ledger
 from rollstream.buffer.log import Log
 from rollstream.buffer.recovery import forget
+from rollstream.buffer.tables import LEDGER_VERSION
 from rollstream.buffer.types import Segment, Trajectory, TrajectoryKey
 from rollstream.buffer.window import Rules
 from rollstream.buffer.wire import Lease
@@ -263,5 +264,5 @@ def test_a_ledger_that_is_just_being_made_or_that_another_version_wrote_is_refus
     with database:
         database.execute("DELETE FROM meta WHERE key = 'ledger_version'")
     database.close()
-    with pytest.raises(RunFolderError, match="has ledger_version None, this version of Rollstream has 4; use the version that wrote it"):
+    with pytest.raises(RunFolderError, match=f"has ledger_version None, this version of Rollstream has {LEDGER_VERSION}; use the version that wrote it"):
         audit(tmp_path)
