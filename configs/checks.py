@@ -40,6 +40,7 @@ def check_config(config: Config) -> None:
     problems = [
         *_envs(config),
         *_staleness(config),
+        *_waits(config),
         *_lengths(config),
         *_sampling(config),
         *_model(config),

@@ -115,6 +115,7 @@ class Recording:
         fates = [*(f"{fate}_episodes" for fate in ("trained", "withheld", "invalid", "dropped", "late")), "trained_tokens_mean", "trained_reward_mean"]
         bias = dict.fromkeys((f"bias/{name}" for name in (*fates, "left_out_tokens_mean", "left_out_reward_mean")), 1.0)
         closed = bias | dict.fromkeys(("groups_closed_early", "groups_dropped_late", "unplayed_members", "superseded", "retries_infra", "retries_env"), 0.0)
+        closed |= dict.fromkeys(("refused", "bytes_received", "bytes_stored", "blob_bytes_stored"), 0.0)
         return StatusReply(0, self.held[-1], {"open": 1, "ready": 2, "assigned": 0, "trained": 3, "dropped": 0}, {"cpu_s": 1.0, **closed}, [actor], "")
 
 

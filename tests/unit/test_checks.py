@@ -47,6 +47,11 @@ def test_an_endpoint_needs_an_address_and_a_port_that_exist() -> None:
             check_config(load_config("quickstart", [f"buffer.endpoint='{endpoint}'"]))
 
 
+def test_a_wait_shorter_than_an_episode_may_take_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"buffer\.stall_timeout_s 60 is not longer than actors\.episode_timeout_s 90: one slow episode would end the run"):
+        check_config(load_config("quickstart", ["buffer.stall_timeout_s=60", "actors.episode_timeout_s=90"]))
+
+
 def test_the_size_of_the_tiny_policy_is_that_of_the_model_that_is_built(tmp_path: Path) -> None:
     from rollstream.models import load_policy, prepare_model
 
