@@ -193,13 +193,14 @@ def _per_trajectory(rows: Rows) -> _Played:
     first = np.flatnonzero(new)
     if len(first) == 0:
         first = np.empty(0, np.int64)
-        return _Played(key, attempt, append_id, *[key] * 4, key > 0, rows.reward, rows.success, key, rows.env_names)
+        return _Played(key, attempt, append_id, key, key, key, key, key > 0, rows.reward, rows.success, key, rows.env_names)
     oldest = np.minimum.reduceat(rows.oldest[order], first)
     newest = np.maximum.reduceat(rows.newest[order], first)
     num_tokens = np.add.reduceat(rows.num_tokens[order], first)
     lineage, *rest = [column[order][first] for column in (rows.lineage, rows.reward, rows.success, rows.env)]
-    columns = (key[first], attempt[first], append_id[first], num_tokens, lineage, oldest, newest, oldest <= newest, *rest)
-    return _Played(*columns, env_names=rows.env_names)
+    reward, success, env = rest
+    ids = (key[first], attempt[first], append_id[first])
+    return _Played(*ids, num_tokens, lineage, oldest, newest, oldest <= newest, reward, success, env, rows.env_names)
 
 
 def _match_members(played: _Played, members: Ints, report: AuditReport) -> None:

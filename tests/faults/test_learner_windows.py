@@ -65,19 +65,35 @@ def at_version(version: int, name: str) -> Callable[[Any], None]:
 
     def arm(stream: Any) -> None:
         method = getattr(stream, name)
-        setattr(stream, name, lambda found, *rest: failpoints.die() if found == version else method(found, *rest))
+
+        def dies(found: int, *rest: Any) -> Any:
+            return failpoints.die() if found == version else method(found, *rest)
+
+        setattr(stream, name, dies)
 
     return arm
 
 
-def while_saving(version: int, owner: Any, name: str, wanted: Callable[..., bool] = lambda *_: True) -> Callable[[Any], None]:
+def always(*_: Any) -> bool:
+    return True
+
+
+def while_saving(version: int, owner: Any, name: str, wanted: Callable[..., bool] = always) -> Callable[[Any], None]:
     """Dies in the place of a function that writes a checkpoint, once ``version`` was trained."""
 
     def arm(stream: Any) -> None:
         function = getattr(owner, name)
-        setattr(owner, name, lambda *given, **more: failpoints.die() if stream.books.version == version and wanted(*given) else function(*given, **more))
+
+        def dies(*given: Any, **more: Any) -> Any:
+            return failpoints.die() if stream.books.version == version and wanted(*given) else function(*given, **more)
+
+        setattr(owner, name, dies)
 
     return arm
+
+
+def names_it(_: Path, target: Path) -> bool:
+    return target.name == "v000004"
 
 
 WINDOWS = {
@@ -86,7 +102,7 @@ WINDOWS = {
     "the digest was not recorded": at_version(3, "published"),
     "the checkpoint's weights are written, its optimiser is not": while_saving(4, torch, "save"),
     "the checkpoint is written, log and ledger are not flushed": while_saving(4, recorded_run.Stream, "sync"),
-    "the checkpoint is written and flushed, it has not got its name": while_saving(4, Path, "rename", lambda path, target: Path(target).name == "v000004"),
+    "the checkpoint is written and flushed, it has not got its name": while_saving(4, Path, "rename", names_it),
     "the checkpoint is complete, older ones were not removed": while_saving(4, checkpoint, "_remove"),
 }
 

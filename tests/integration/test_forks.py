@@ -122,7 +122,7 @@ def test_a_fork_of_a_fork_and_two_at_one_version_end_with_one_history_whose_book
         assert [row["lineage"] for row in rows(run.metrics_path)][version:] == [lineage] * (6 - version)
     report = audit(folder)
     assert (report.closes, report.problems, report.duplicates, report.abandoned) == (True, [], 0, {0: 4, 1: 2, 2: 2})
-    assert [row["version"] for row in rows(run.metrics_path)] == [1, 2, 3, 4, 5, 6]
+    assert [row["version"] for row in rows(folder / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
     for lineage in range(4):
         code, told = replay(capsys, folder, "--version", "6", "--lineage", str(lineage))
         assert code == 0, told
