@@ -13,7 +13,7 @@ from typing import Any
 from ..errors import RunFolderError
 from .schema import Config
 
-LASTING = ("seed", "model", "env", "warmup", "learner.value")
+LASTING = ("seed", "model", "env", "warmup", "learner.value", "learner.policy.lora")
 """Keys and sections that a fork keeps too: the tasks that were leased and the weights that were saved belong to them."""
 FIXED = (
     *LASTING,

@@ -169,6 +169,7 @@ def _stepper_at(run: Run, saved: Checkpoint) -> Stepper:
 
 
 def _reference(run: Run, policy: Policy) -> Policy | AdaptersOff | None:
-    if run.config.learner.loss.kl is not None and not (run.checkpoints_folder / FIRST).is_dir():
+    needs_first = run.config.learner.loss.kl is not None and run.config.learner.policy.lora is None
+    if needs_first and not (run.checkpoints_folder / FIRST).is_dir():
         raise ConfigError(f"learner.loss.kl needs version 0 as its reference, and {FIRST} is not among the checkpoints that were kept: leave kl out")
     return reference_of(run, policy)
