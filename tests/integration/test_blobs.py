@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import importlib.util
 import struct
+import subprocess
 import zlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -293,3 +297,50 @@ def test_rollstream_log_shows_and_exports_the_images(run: Run, tmp_path: Path) -
     assert (tmp_path / "all-blobs" / blob.digest).read_bytes() == blob.data
     blob_path(run.blobs_folder, blob.digest).unlink()
     assert any("its bytes are not there any more" in line for line in log_lines(run, Filter(), show="0/0"))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of sixteen megabytes."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(folder)], capture_output=True, text=True)
+    if mount.returncode:
+        pytest.skip(f"a full disk needs the right to mount a tmpfs: {mount.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_a_full_disk_holds_an_image_and_its_rows_until_there_is_space(small_disk: Path) -> None:
+    run = streams.run_in(small_disk / "run")
+    run.folder.mkdir()
+    ballast, blob = small_disk / "ballast", image(10, 300)
+
+    async def act() -> None:
+        async with ActorClient(run.endpoint, run.run_id, "actor-0", silent_s=60) as client:
+            await play_group(client)
+            assert await in_thread(held) == ""
+            with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+                while True:
+                    file.write(bytes(65536))
+            playing = asyncio.create_task(play_group(client, blob))
+            await in_thread(lambda: streams.wait_until(lambda: "disk full" in held(), 30))
+            assert not playing.done()
+            assert not blob_path(run.blobs_folder, blob.digest).exists()
+            ballast.unlink()
+            await asyncio.wait_for(playing, 60)
+
+    async def in_thread(call: Callable[[], Any]) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(pool, call)  # always the same thread, so the same connection
+
+    def held() -> str:
+        status = supervisor.status(10.0)
+        assert status is not None
+        return status.holds_for
+
+    with streams.ServerProcess(run) as process, SupervisorClient(run.endpoint, run.run_id) as supervisor, ThreadPoolExecutor(1) as pool:
+        asyncio.run(act())
+        assert process.end() == 0
+    assert [path.name for path in run.blobs_folder.rglob("*") if path.is_file()] == [blob.digest]
+    report = audit(run.folder)
+    assert (report.closes, report.problems, report.num_trajectories, report.num_blobs) == (True, [], 2 * streams.GROUP_SIZE, 1)

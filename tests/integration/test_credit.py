@@ -24,6 +24,7 @@ from rollstream.buffer.client import ActorClient, LearnerClient
 from rollstream.buffer.columns import aligned, decode, encode, frame_checksum, from_frame, rows_of, to_frame
 from rollstream.buffer.types import Trajectory
 from rollstream.configs.run_folder import Run
+from rollstream.configs.schema import Config
 from rollstream.errors import DataRefused, DeadlineExceeded
 
 _spec = importlib.util.spec_from_file_location("streams", Path(__file__).with_name("streams.py"))
@@ -162,6 +163,21 @@ def test_a_pull_without_progress_names_whom_it_waits_for(run: Run) -> None:
 
     with streams.serving(run):
         asyncio.run(act())
+
+
+def test_an_actor_that_gets_no_weights_names_the_learner(tmp_path: Path) -> None:
+    from rollstream.actors.loop import act
+
+    settings = {
+        "name": "alone",
+        "env": {"id": "rollstream/KeyValue-v0"},
+        "actors": {"sampler": {"kind": "scripted"}},
+        "buffer": {"stall_timeout_s": 1.5},
+        "learner": {"versions": 9, "batch_groups": 1, "group_size": 2},
+    }
+    run = Run(tmp_path, Config.model_validate(settings), f"run-{tmp_path}")
+    with streams.serving(run), pytest.raises(DeadlineExceeded, match=r"no weights of version 0 came from the learner for 1\.5 s .*; actor-0 holds none"):
+        act(run, "actor-0", threading.Event())
 
 
 # --- lifetimes ------------------------------------------------------------------------------------------------------------------------
