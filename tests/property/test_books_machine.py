@@ -1,5 +1,7 @@
 """The books under everything that happens to them, in any order: leases, rows, copies, losses, versions, crashes of actors, buffer and learner.
 
+Forks begin new lineages in between.
+
 Checked after every step: each lease is in exactly one state and the books close (invariant 1); nothing beyond max_lag is trained and nothing is trained twice
 (2); no version is trained that the learner did not hold (3); a lost process costs at most the members it had not finished (8). Groups have a deadline: one
 that is closed without some of its members has enough that are scored, and whoever comes late is never stored.
@@ -18,6 +20,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from rollstream.buffer.books import Books
 from rollstream.buffer.facts import Fact
 from rollstream.buffer.ledger import Ledger
+from rollstream.buffer.log import Location
+from rollstream.buffer.recovery import fork
 from rollstream.buffer.window import Rules
 from rollstream.buffer.wire import Lease
 
@@ -62,7 +66,7 @@ class BooksMachine(RuleBasedStateMachine):
         self.sent: list[Fact] = []
         self.served: dict[int, tuple[list[int], list[tuple[int, int]]]] = {}
         self.version = 0
-        self.num_appends = 0
+        self.num_appends = self.num_returned = 0
 
     def teardown(self) -> None:
         if hasattr(self, "ledger"):
@@ -73,7 +77,7 @@ class BooksMachine(RuleBasedStateMachine):
         """With the oldest version the lease allows: what actors that load weights late do."""
         version = lease.admit_version
         ending = ("failed", "infra") if fails else ("terminated", "terminated")
-        return Fact(0, lease.group_id, member, lease.attempt, None if fails else reward, *ending, 9, 5, version, version, 0, 1)
+        return Fact(lease.lineage, lease.group_id, member, lease.attempt, None if fails else reward, *ending, 9, 5, version, version, 0, 1)
 
     def send(self, fact: Fact) -> None:
         self.books.check_known([fact])
@@ -81,6 +85,7 @@ class BooksMachine(RuleBasedStateMachine):
         verdict = self.books.receive(fact, self.num_appends)
         self.sent.append(fact)
         if verdict == "store":
+            self.ledger.put_append(self.num_appends, Location(1, 8 * self.num_appends, 8, self.num_appends), 1, 1)
             assert (fact.group_id, fact.member) not in self.finished, "a member was committed twice"
             assert fact.member not in self.ledger.unplayed(fact.group_id), "a member that came too late was stored"
             self.finished[fact.group_id, fact.member] = fact
@@ -147,6 +152,18 @@ class BooksMachine(RuleBasedStateMachine):
         self.version = max(0, self.version - back)
         self.books.resume(self.version)
 
+    @rule(back=st.integers(0, 4))
+    def the_run_forks(self, back: int) -> None:
+        """What was trained beyond the fork is undone; actors go on with what they play, under the weights of before."""
+        self.books.save_counters()
+        self.ledger.commit()
+        self.version = max(0, self.version - back)
+        fork(self.ledger, self.version, "asked for")
+        self.num_returned += sum(len(groups) for version, (groups, _) in self.served.items() if version > self.version)
+        self.served = {version: served for version, served in self.served.items() if version <= self.version}
+        self.books = Books(self.ledger, self.rules)
+        self.books.resume(self.version)
+
     @rule()
     def the_buffer_is_killed_between_two_rounds(self) -> None:
         self.books.save_counters()
@@ -185,6 +202,8 @@ class BooksMachine(RuleBasedStateMachine):
             others = {group_id for other, (served, _) in self.served.items() if other != version for group_id in served}
             assert not others & set(groups), "a group is in two batches"
         self.served[version] = (groups, withheld)
+        lineages = self.ledger.lineages()
+        learner = lineages.owner(lineages.current, version)
         assert len(groups) in range(self.rules.batch_groups, self.rules.batch_groups + self.rules.max_refill + 1)
         for group_id in groups:
             unplayed = self.ledger.unplayed(group_id)
@@ -193,7 +212,8 @@ class BooksMachine(RuleBasedStateMachine):
             for member in set(range(self.rules.group_size)) - unplayed:
                 fact = self.finished[group_id, member]
                 assert fact.min_version is not None
-                lag = version - 1 - fact.min_version
+                assert fact.max_version is not None
+                lag = version - 1 - lineages.reckoned(fact.lineage, fact.min_version, fact.max_version, learner)
                 assert (lag > self.rules.max_lag) == ((group_id, member) in withheld), f"group {group_id} member {member} has lag {lag}"
 
     @invariant()
@@ -218,7 +238,7 @@ class BooksMachine(RuleBasedStateMachine):
     def admission_holds(self) -> None:
         if hasattr(self, "books"):
             unassigned = self.books.counts["open"] + self.books.counts["ready"]
-            assert unassigned <= self.rules.capacity
+            assert unassigned <= self.rules.capacity + self.num_returned, "more is leased than admission allows and forks gave back"
             assert self.books.version == self.version
 
 
@@ -230,6 +250,7 @@ class HealthyRun(BooksMachine):
     """No fork and no lost actor: then nothing is ever withheld for age."""
 
     an_actor_falls_silent = None
+    the_run_forks = None
     the_learner_resumes_from_an_older_checkpoint = None
 
     def check_batch(self, groups: list[int], withheld: list[tuple[int, int]], version: int) -> None:
