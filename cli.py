@@ -8,6 +8,7 @@ Exit codes: 0 the job did what was asked · 1 it failed · 2 the input has to ch
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import traceback
@@ -179,8 +180,9 @@ def audit(run: RunArgument, debug: DebugOption = False) -> int:
 @app.command()
 def log(
     run: RunArgument,
-    group: Annotated[int | None, typer.Option(min=0, help="Only of this group.", show_default=False)] = None,
-    version: Annotated[int | None, typer.Option(min=1, help="Only what was trained in this version's batch.", show_default=False)] = None,
+    group: Annotated[str | None, typer.Option(help="Only of this group: 12, or e3 for one of an evaluation.", show_default=False)] = None,
+    version: Annotated[int | None, typer.Option(min=0, help="Only what was trained in this version's batch, or evaluated of it.", show_default=False)] = None,
+    purpose: Annotated[str, typer.Option(metavar="train|eval", help="What was played to train, or to evaluate.")] = "train",
     status: Annotated[str | None, typer.Option(help="Only terminated, truncated or failed ones.", show_default=False)] = None,
     env: Annotated[str | None, typer.Option(metavar="ID", help="Only of this environment.", show_default=False)] = None,
     reward_below: Annotated[float | None, typer.Option(help="Only rewards below this.", show_default=False)] = None,
@@ -190,7 +192,7 @@ def log(
     show: Annotated[str | None, typer.Option(metavar="GROUP/MEMBER", help="One trajectory, turn by turn.", show_default=False)] = None,
     tokens: Annotated[bool, typer.Option("--tokens", help="With --show: every token with its version, log-probability and mask.")] = False,
     export: Annotated[Path | None, typer.Option(metavar="PATH", help="Write to PATH.parquet or PATH.jsonl.", show_default=False)] = None,
-    sql: Annotated[str | None, typer.Option(help="Ask DuckDB: views trajectories, members, groups, batches.", show_default=False)] = None,
+    sql: Annotated[str | None, typer.Option(help="Ask DuckDB: views trajectories, members, groups, batches, evaluations.", show_default=False)] = None,
     debug: DebugOption = False,
 ) -> int:
     """Look at the trajectories of a run.
@@ -201,18 +203,23 @@ def log(
     Examples:
       rollstream log runs/quickstart --version 12 --reward-below 0.5
       rollstream log runs/quickstart --show 31/0 --tokens
+      rollstream log runs/quickstart --purpose eval --version 40
       rollstream log runs/quickstart --export failed.jsonl --failed
       rollstream log runs/quickstart --sql "SELECT lag, count(*), avg(reward) FROM members GROUP BY lag ORDER BY lag"
     """
     from .buffer.inspect import Filter
     from .configs.loader import load_run
     from .errors import ConfigError
-    from .log_command import log_lines
+    from .log_command import group_of, log_lines
 
     del debug
     if failed and status not in (None, "failed"):
         raise ConfigError(f"--failed and --status {status} contradict each other; give one of them")
-    chosen = Filter(group, version, "failed" if failed else status, env, reward_below, reward_above, limit)
+    if purpose not in ("train", "eval"):
+        raise ConfigError(f"--purpose {purpose} is neither train nor eval")
+    group_id = None if group is None else group_of(group, "--group")
+    meant = None if group_id is not None else "eval" if purpose == "eval" else "train"
+    chosen = Filter(group_id, version, "failed" if failed else status, env, reward_below, reward_above, meant, limit)
     for line in log_lines(load_run(run), chosen, show=show, tokens=tokens, export=export, sql=sql):
         typer.echo(line)
     return 0
@@ -250,6 +257,39 @@ def replay(
     for line in lines:
         typer.echo(line)
     return 0 if agree else 1
+
+
+@app.command()
+def evaluate(
+    run: RunArgument,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="evaluation.x=value", help="Settings of the evaluation in place of the run's.", show_default=False)
+    ] = None,
+    version: Annotated[str, typer.Option(metavar="N|last", help="A version whose checkpoint was kept.")] = "last",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    debug: DebugOption = False,
+) -> int:
+    """Score a checkpoint of a run.
+
+    The same evaluators, tasks and random numbers as while training; reads only the run's checkpoint, so it may still be training.
+
+    \b
+    Examples:
+      rollstream evaluate runs/quickstart
+      rollstream evaluate runs/quickstart --version 100 evaluation.tasks=256 evaluation.samples=8 'evaluation.k=[1, 8]'
+      rollstream evaluate runs/quickstart evaluation.sampling.temperature=0
+    """
+    from .configs.loader import load_run
+    from .evaluate_command import lines, score
+    from .watch import Screen, View
+
+    del debug
+    scored = score(load_run(run), version, overrides or (), View(Screen(highlight=False), quiet=True))
+    if scored.error is not None:
+        raise scored.error
+    for line in [json.dumps(row) for row in scored.rows] if as_json else lines(scored):
+        typer.echo(line)
+    return scored.exit_code
 
 
 @envs_app.command("list")

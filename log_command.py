@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from .buffer.blob_store import blob_path, digests_of
+from .buffer.evaluation_tables import FIRST_GROUP
 from .buffer.inspect import EXPORTED, Filter, Inspector, Listed
 from .buffer.types import Segment, Trajectory
 from .configs.run_folder import Run
@@ -67,7 +68,7 @@ def _check_options(chosen: Filter, show: str | None, tokens: bool, export: Path 
         raise ConfigError("--tokens needs --show GROUP/MEMBER: it prints the tokens of one trajectory")
     if show is not None and (sql is not None or export is not None):
         raise ConfigError(f"--show and {'--sql' if sql is not None else '--export'} do not go together; give one of them")
-    if sql is not None and chosen != Filter(limit=chosen.limit):
+    if sql is not None and chosen != Filter(limit=chosen.limit, purpose=chosen.purpose):
         raise ConfigError("--sql and filters do not go together; write the filter into the statement's WHERE")
     if export is None:
         return
@@ -97,7 +98,7 @@ def _cells(one: Listed) -> tuple[str, ...]:
     counts = (str(one.num_tokens), str(one.num_trained_tokens), _versions(one.min_version, one.max_version))
     lag = "withheld" if one.withheld else _or_dash(one.lag)
     return (
-        str(one.group_id),
+        group_name(one.group_id),
         str(one.member),
         str(one.attempt),
         one.env_id,
@@ -108,6 +109,19 @@ def _cells(one: Listed) -> tuple[str, ...]:
         lag,
         one.state,
     )
+
+
+def group_name(group_id: int) -> str:
+    """How a group is called: ``12``, or ``e3`` for the fourth that evaluations played."""
+    return str(group_id) if group_id < FIRST_GROUP else f"e{group_id - FIRST_GROUP}"
+
+
+def group_of(name: str, option: str) -> int:
+    """The id of a group called ``name``. Raises :class:`ConfigError` where none can be called so."""
+    match = re.fullmatch(r"(e?)(\d{1,12})", name)
+    if match is None:
+        raise ConfigError(f"{option} {name}: give a group's number, such as 12, or e3 for one of an evaluation")
+    return int(match[2]) + (FIRST_GROUP if match[1] else 0)
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
@@ -139,10 +153,10 @@ def _number(value: float | None) -> str:
 
 
 def _show(run: Run, inspector: Inspector, show: str, tokens: bool) -> Iterator[str]:
-    match = re.fullmatch(r"(\d{1,18})/(\d{1,9})", show)
+    match = re.fullmatch(r"(e?\d{1,12})/(\d{1,9})", show)
     if match is None:
-        raise ConfigError(f"--show {show}: give GROUP/MEMBER, such as --show 12/0")
-    listed, trajectory = inspector.trajectory(int(match[1]), int(match[2]))
+        raise ConfigError(f"--show {show}: give GROUP/MEMBER, such as --show 12/0, or e3/0 for one of an evaluation")
+    listed, trajectory = inspector.trajectory(group_of(match[1], "--show"), int(match[2]))
     tokenizer = _tokenizer(run) if tokens else None
     yield from _summary(listed, trajectory)
     if not tokens:
@@ -161,8 +175,15 @@ def _show(run: Run, inspector: Inspector, show: str, tokens: bool) -> Iterator[s
 def _summary(listed: Listed, trajectory: Trajectory) -> Iterator[str]:
     key, cells = trajectory.key, _cells(listed)
     task = f"{trajectory.env_id} task {trajectory.task_index} seed {trajectory.seed}"
-    yield f"group {key.group_id} member {key.member} attempt {key.attempt} of lineage {key.lineage}: {task}"
-    batch = "in no batch" if listed.trained_version is None else f"in the batch of version {listed.trained_version}, {_lag(listed)}"
+    yield f"group {group_name(key.group_id)} member {key.member} attempt {key.attempt} of lineage {key.lineage}: {task}"
+    evaluated = f"evaluated at version {trajectory.segments[0].version_values[0]}"
+    batch = (
+        evaluated
+        if listed.purpose == "eval"
+        else "in no batch"
+        if listed.trained_version is None
+        else f"in the batch of version {listed.trained_version}, {_lag(listed)}"
+    )
     yield f"state     {listed.state}, {batch}"
     parts = "".join(f"  {name} {value:.4g}" for name, value in trajectory.reward_parts.items())
     yield f"reward    {_number(trajectory.reward)}{parts}"

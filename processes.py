@@ -25,7 +25,7 @@ from .configs.run_folder import Run
 from .configs.schema import Config
 from .errors import RoleFailed, describe
 
-RoleName = Literal["buffer", "learner", "actor"]
+RoleName = Literal["buffer", "learner", "actor", "evaluator", "scorer"]
 STOP_GRACE_S = 30.0
 """How long a role may take to stop in order before it is ended."""
 
@@ -42,7 +42,14 @@ class Role:
 def roles_of(config: Config) -> list[Role]:
     """Every process of a run, in the order in which they are started."""
     actors = [Role("actor", f"actor-{index}", config.actors.num_threads) for index in range(config.actors.num)]
-    return [Role("buffer", "buffer"), Role("learner", "learner", config.learner.num_threads), *actors]
+    evaluation = config.evaluation
+    evaluators = [Role("evaluator", f"evaluator-{index}", evaluation.num_threads) for index in range(evaluation.num)] if evaluation is not None else []
+    return [Role("buffer", "buffer"), Role("learner", "learner", config.learner.num_threads), *actors, *evaluators]
+
+
+def scoring_roles_of(config: Config) -> list[Role]:
+    """Every process of a run that only scores a checkpoint."""
+    return [Role("buffer", "buffer"), Role("scorer", "scorer"), *(role for role in roles_of(config) if role.kind == "evaluator")]
 
 
 def error_path(run: Run, name: str) -> Path:

@@ -148,7 +148,7 @@ class RayLauncher:
             raise RoleFailed(f"Ray could not be started on this machine: {' '.join(str(error).split())[:300]}") from error
 
     def _resources(self, role: Role) -> Resources:
-        return {"buffer": self.settings.buffer, "learner": self.settings.learner, "actor": self.settings.actor}[role.kind]
+        return {"buffer": self.settings.buffer, "learner": self.settings.learner, "actor": self.settings.actor, "evaluator": self.settings.evaluator}[role.kind]
 
     def _bundle(self, role: Role) -> dict[str, float]:
         need = self._resources(role)
@@ -333,7 +333,7 @@ class RayProcess:
             return self._death(1, f"its node {self.where} did not answer")
         if self._stage != "placing" or now - self._since < bound_s or self._overdue_told:
             return None
-        if self.role.kind == "actor" and self.where:  # the others go on without it, and nodes come back
+        if self.role.kind in ("actor", "evaluator") and self.where:  # the others go on without it, and nodes come back
             self._overdue_told = True
             self._launcher.tell(f"{self.role.name} waits for room in the cluster; {self._launcher.no_room()}")
             return None

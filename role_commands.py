@@ -101,3 +101,34 @@ def stop(run: RunArgument, debug: DebugOption = False) -> int:
 
     del debug
     return 0 if stop_run(run) else 1
+
+
+@app.command()
+def evaluator(
+    run: RunArgument,
+    name: IdOption = None,
+    endpoint: EndpointOption = None,
+    keys: KeysOption = None,
+    supervised: SupervisedOption = False,
+    debug: DebugOption = False,
+) -> int:
+    """Run one more evaluator of a run by hand; as for an actor, also on another machine.
+
+    \b
+    Example:
+      rollstream evaluator runs/quickstart --id evaluator-extra
+    """
+    from .roles import run_role
+
+    del debug
+    name = name or f"evaluator-{socket.gethostname().partition('.')[0]}-{os.getpid()}"
+    return run_role("evaluator", run, name, supervised=supervised, address=endpoint, keys=keys)
+
+
+@app.command(hidden=True)
+def scorer(run: RunArgument, name: IdOption = None, supervised: SupervisedOption = False, debug: DebugOption = False) -> int:
+    """Publish the checkpoint that a run of ``rollstream evaluate`` scores."""
+    from .roles import run_role
+
+    del debug
+    return run_role("scorer", run, name or "scorer", supervised=supervised)

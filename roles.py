@@ -94,7 +94,10 @@ def probe(config: Config) -> None:
 
     Objective(config.learner.loss)
     check_mode(config.learner)
-    for key, name in (("learner.device", config.learner.device), ("actors.device", config.actors.device)):
+    devices = {"learner.device": config.learner.device, "actors.device": config.actors.device}
+    if config.evaluation is not None and config.evaluation.device is not None:
+        devices["evaluation.device"] = config.evaluation.device
+    for key, name in devices.items():
         try:
             torch.empty(0, device=name)
         except (RuntimeError, AssertionError) as error:
@@ -115,6 +118,14 @@ def _main_of(role: RoleName, run: Run, name: str) -> Callable[[threading.Event],
         torch.set_num_threads(run.config.learner.num_threads)
         probe(run.config)
         return lambda stop: learn(run, stop)
+    if role == "scorer":
+        from .learner.scorer import score
+
+        return lambda stop: score(run, stop)
+    if role == "evaluator":
+        from .actors.evaluator import evaluate
+
+        return lambda stop: evaluate(run, name, stop)
     from .actors.loop import act
 
     torch.set_num_threads(run.config.actors.num_threads)
@@ -140,7 +151,7 @@ def _stop_when_orphaned(stop: threading.Event, role: RoleName, run: Run) -> None
         stop.wait(ORPHANED_BUFFER_S)
     stop.set()
     time.sleep(STOP_GRACE_S)
-    if role == "learner":
+    if role in ("learner", "scorer"):
         shutil.rmtree(run.weights_folder, ignore_errors=True)  # this very process still holds its lock
     _tidy(role, run)
     _logger.error("event=ended_by_force after_s=%d", STOP_GRACE_S)
@@ -149,7 +160,7 @@ def _stop_when_orphaned(stop: threading.Event, role: RoleName, run: Run) -> None
 
 def _tidy(role: RoleName, run: Run) -> None:
     """Removes what outlives a process and belongs to this role: shared memory of the learner, sockets of the buffer."""
-    if role == "learner":
+    if role in ("learner", "scorer"):
         remove_weights(run.weights_folder)
     if role == "buffer":
         shutil.rmtree(run.socket_folder, ignore_errors=True)

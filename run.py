@@ -104,6 +104,10 @@ def check_env(config: Config) -> list[str]:
         if len(silent) == len(config.envs):
             raise ConfigError(f"warmup: none of {', '.join(silent)} has demonstrations; write demonstrate(self, correct) in one of them, or leave warmup out")
         notices += [f"{env_id}: has no demonstrations; the warm-up goes on the others alone" for env_id in silent]
+    trained = {env.id: env.kwargs for env in config.envs}
+    for env_id, kwargs in config.evaluated_envs().items():
+        if trained.get(env_id) != kwargs:
+            notices += [f"evaluation: {notice}" for notice in try_out(env_id, kwargs)]
     return notices
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from . import evaluation_lines
 from .buffer.audit import audit
 from .buffer.audit_report import AuditReport
 from .buffer.bias import LEFT_OUT, Tally, left_out
@@ -93,6 +94,7 @@ def _facts(run: Run, ending: Ending, rows: Sequence[Row], report: AuditReport | 
     if row is not None:
         at = f" after {clock(float(row['time/wall_s']))} of training" if row.get("time/wall_s") is not None else ""
         yield f"success ≥ {THRESHOLD}", f"from version {row['version']} on (mean of {SMOOTH}){at}"
+    yield from evaluation_lines.facts(run, 0 if report is None else report.evaluations.get("open", 0))
     lags = [float(row["train/lag_max"]) for row in rows if row.get("train/lag_max") is not None]
     drops = sum(float(row.get("train/age_drops") or 0) for row in rows)
     yield "lag trained", f"at most {max(lags, default=0):.0f} of {run.config.buffer.max_lag} allowed; {drops:.0f} dropped for age"
@@ -155,6 +157,9 @@ def audit_lines(report: AuditReport) -> Iterator[str]:
         yield f"images       {_plural(report.num_blobs, 'blob')}, {report.blob_bytes / 2**20:,.1f} MiB"
     if report.refused:
         yield f"refused      {', '.join(f'{code} {count:,}' for code, count in report.refused.items())}"
+    if report.evaluations:
+        yield f"evaluations  {_evaluations(report)}"
+        yield from (f"             {reason}" for reason in report.evaluation_reasons)
     yield from _left_out(report)
     if report.unrecorded_bytes:
         yield f"unrecorded   {report.unrecorded_bytes:,} bytes behind the last acknowledged append, as a live or a killed buffer leaves them"
@@ -176,6 +181,14 @@ def _left_out(report: AuditReport) -> Iterator[str]:
         yield f"left out     {env_id}: {others.num:,} of {others.num + trained.num:,} ({share}): {why}; means of {pairs}"
     if not any(left_out(fates).num for fates in report.fates.values()):
         yield "left out     nothing: every finished trajectory that was decided on is trained"
+
+
+def _evaluations(report: AuditReport) -> str:
+    """``4 = 3 done + 1 skipped; 24 groups = 24 done; 96 trajectories``."""
+    states = " + ".join(f"{count:,} {state}" for state, count in report.evaluations.items())
+    groups = " + ".join(f"{count:,} {state}" for state, count in report.evaluation_groups.items()) or "0"
+    counts = f"{sum(report.evaluations.values()):,} = {states}; {_plural(sum(report.evaluation_groups.values()), 'group')} = {groups}"
+    return f"{counts}; {_plural(report.num_evaluated, 'trajectory', 'trajectories')}"
 
 
 def _failed(report: AuditReport) -> str:
@@ -289,7 +302,12 @@ def draw_png(run: Run, rows: Sequence[Row]) -> Path:
     figure = Figure(figsize=(9, 6), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    evaluated = sorted((row for row in read_rows(run.evaluations_path) if row["state"] == "done"), key=lambda row: row["version"])
     for name, metric, colour in (("success", "train/success", "tab:green"), ("reward", "train/reward_mean", "tab:blue")):
+        scored = [row for row in evaluated if row.get(metric.replace("train/", "eval/")) is not None]
+        values = [float(row[metric.replace("train/", "eval/")]) for row in scored]
+        if scored:
+            upper.plot([int(row["version"]) for row in scored], values, "o--", color=colour, markersize=5, linewidth=0.8, label=f"{name}, evaluated")
         held = [row for row in rows if row.get(metric) is not None]
         versions = [int(row["version"]) for row in held]
         upper.plot(versions, [float(row[metric]) for row in held], color=colour, alpha=0.25, linewidth=0.8)

@@ -5,7 +5,7 @@ waits for   a tenth of a second, again and again
 released by the learner's end (last version, or its failure), Ctrl-C, SIGTERM
 produces    role processes, restarts; at the end an :class:`Outcome`, and no process, socket or shared memory
 
-A dead actor or buffer is started again, the learner never.
+A dead actor, evaluator or buffer is started again, the learner never; without an evaluator training goes on.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .buffer.weights import remove_weights
 from .buffer.wire import StatusReply
 from .configs.run_folder import Run
 from .errors import RoleFailed, RollstreamError, StreamError
-from .processes import STOP_GRACE_S, Death, Launcher, Process, roles_of
+from .processes import STOP_GRACE_S, Death, Launcher, Process, Role, roles_of
 from .tail import last_version
 from .watch import ProcessState, Snapshot, View
 from .watchdog import Watchdog
@@ -88,12 +88,13 @@ class Restarts:
 
 
 class Supervisor:
-    """Owns the role processes of one run."""
+    """Owns the role processes of one run: those of a training, or the ``roles`` given."""
 
-    def __init__(self, run: Run, launcher: Launcher, view: View) -> None:
+    def __init__(self, run: Run, launcher: Launcher, view: View, roles: Sequence[Role] = ()) -> None:
         self._run, self._launcher, self._view = run, launcher, view
         self._processes: Sequence[Process] = ()
-        self._restarts = {role.name: Restarts() for role in roles_of(run.config)}
+        self._roles = roles or roles_of(run.config)
+        self._restarts = {role.name: Restarts() for role in self._roles}
         prepare_keys(run)
         self._client: SupervisorClient | None = None
         self._signals: list[int] = []
@@ -112,7 +113,7 @@ class Supervisor:
             try:
                 self._clear()
                 with self._launcher:
-                    self._processes = self._launcher.processes(roles_of(self._run.config))
+                    self._processes = self._launcher.processes(self._roles)
                     try:
                         for process in self._processes:
                             process.start()
@@ -147,6 +148,10 @@ class Supervisor:
                 self._on_death(process, death)
 
     def _on_death(self, process: Process, death: Death) -> None:
+        if process.role.kind == "scorer":
+            self._finished = death.returncode == 0
+            self._failure = None if self._finished else death.error()
+            return
         if process.role.kind == "learner":
             version, last = last_version(self._run.metrics_path), self._run.config.learner.versions
             self._finished = death.returncode == 0 and version >= last
@@ -159,6 +164,9 @@ class Supervisor:
         self._aborted_at.pop(process.role.name, None)
         restarts = self._restarts[process.role.name]
         refusal = restarts.refuse(death, self._run.config.launcher.max_restarts)
+        if refusal is not None and process.role.kind == "evaluator" and any(other.role.kind == "learner" for other in self._processes):
+            self._notice(f"{process.role.name} stays down, training goes on without it: {refusal}")
+            return
         if refusal is not None:
             self._failure = RoleFailed(f"{process.role.name}: {refusal}")
             self._failure.exit_code = death.exit_code

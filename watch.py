@@ -23,6 +23,7 @@ from rich.text import Text
 
 from .buffer.wire import PeerStatus, StatusReply
 from .configs.run_folder import Run
+from .evaluation_lines import line_of
 from .tail import LogTail, MetricsTail, Row, clock, smoothed
 
 SPARKS = "▁▂▃▄▅▆▇█"
@@ -140,7 +141,8 @@ class View:
         rows, logs = self._tail.read(), self._logs.read()
         snapshot = replace(snapshot, learner_said=logs.learner_said, warnings=(logs.num_warnings, logs.last_warning))
         now = time.monotonic()
-        rates = {peer.peer_id: self._rates.update(now, peer) for peer in snapshot.status.peers} if snapshot.status is not None else {}
+        actors = [peer for peer in snapshot.status.peers if peer.role == "actor"] if snapshot.status is not None else []
+        rates = {peer.peer_id: self._rates.update(now, peer) for peer in actors}
         try:
             self._tell_notices(snapshot)
             if self._live is not None:
@@ -182,6 +184,8 @@ def plain_line(snapshot: Snapshot, rows: Sequence[Row], rates: Mapping[str, floa
         parts.append(" ".join(f"{state} {groups.get(state, 0):,}" for state in ("open", "ready", "assigned", "dropped")))
     if not rows:
         parts.append(f"learner: {preparing(snapshot)}")
+    if snapshot.status is not None and (told := line_of(snapshot.status.evaluations)):
+        parts.append(f"evaluated {told}")
     if snapshot.warnings[0]:
         parts.append(f"warnings {snapshot.warnings[0]}")
     waiting = waits(snapshot)
@@ -239,6 +243,8 @@ def _numbers(snapshot: Snapshot, rows: Sequence[Row], rates: Mapping[str, float]
     yield _line("tokens/s", f"sampled {_actor_rate(rates, row):,.0f}   trained {_number(row, 'learner/tokens_per_s', ',.0f')}   {step}")
     groups = snapshot.status.groups if snapshot.status is not None else {}
     yield _line("groups", "   ".join(f"{state} {groups.get(state, 0):,}" for state in ("open", "ready", "assigned", "trained", "dropped")))
+    if snapshot.status is not None and snapshot.status.evaluations:
+        yield _line("evaluated", line_of(snapshot.status.evaluations))
     yield _line("waiting", waits(snapshot) or "nobody")
     if not rows:
         yield _line("learner", preparing(snapshot))
@@ -261,12 +267,12 @@ def _processes(snapshot: Snapshot, rates: Mapping[str, float]) -> Iterator[Text]
         cells = _peer_cells(peers.pop(process.name, None), rates)
         yield Text(f"{process.name:<{width}}").append(f"{process.state:<12}", style=style).append(f"{cells}{process.num_restarts or '–':>10}")
     for peer in peers.values():
-        if peer.role == "actor":
+        if peer.role in ("actor", "evaluator"):
             yield Text(f"{peer.peer_id:<{width}}").append(f"{'joined':<12}", style="cyan").append(f"{_peer_cells(peer, rates)}{'–':>10}")
 
 
 def _peer_cells(peer: PeerStatus | None, rates: Mapping[str, float]) -> str:
-    if peer is None or peer.role != "actor":
+    if peer is None or peer.role not in ("actor", "evaluator"):
         return " " * 38
     episodes, running, version = peer.counters.get("episodes", 0), peer.gauges.get("running", 0), peer.gauges.get("version", -1)
     return f"{episodes:>10,.0f}{running:>9,.0f}{rates.get(peer.peer_id, 0):>10,.0f}{f'{version:.0f}' if version >= 0 else '–':>9}"

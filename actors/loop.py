@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..buffer.channels import subscribe_to
 from ..buffer.client import ActorClient
@@ -22,8 +22,10 @@ from .rollout import Player, Renderers
 if TYPE_CHECKING:
     import threading
 
+    from ..buffer.weights import Manifest
     from ..buffer.wire import Lease
     from ..configs.run_folder import Run
+    from ..configs.schema import Actors, Config
     from .sampler import Sampler
 
 logger = logging.getLogger(__name__)
@@ -49,15 +51,15 @@ def act(run: Run, actor_id: str, stop: threading.Event) -> None:
     registry.load_imports(run.config.imports)
     for env in run.config.envs:
         registry.spec_of(env.id)
-    sampler, renderers = build_sampler(run)
-    asyncio.run(_Actor(run, actor_id, sampler, renderers).run(stop))
+    sampler, renderers = build_sampler(run, run.config.actors)
+    asyncio.run(Actor(run, actor_id, sampler, renderers).run(stop))
 
 
-def build_sampler(run: Run) -> tuple[Sampler, Renderers]:
+def build_sampler(run: Run, actors: Actors) -> tuple[Sampler, Renderers]:
     """The sampler that ``actors.sampler.kind`` names, and the renderers for its tokenizer. ``scripted`` loads no torch."""
     from .. import models
 
-    actors, model = run.config.actors, run.config.model
+    model = run.config.model
     bound = actors.sampling.max_trajectory_tokens
     if isinstance(actors.sampler, ScriptedConfig):
         from .scripted_sampler import ScriptedSampler
@@ -81,20 +83,20 @@ class _Leave(Exception):
     """The actor's work is done."""
 
 
-class _Actor:
+class Actor:
     """One actor: its sampler, its place at the buffer, and the episodes it plays."""
 
+    role: Literal["actor", "evaluator"] = "actor"
+
     def __init__(self, run: Run, actor_id: str, sampler: Sampler, renderers: Renderers) -> None:
-        self.settings = run.config.actors
+        self.settings, kwargs, self.group_size = self.plays(run.config)
         self.stall_timeout_s = run.config.buffer.stall_timeout_s
-        self.group_size = run.config.learner.group_size
         self.sampler = sampler
-        self.envs = EnvPool({env.id: env.kwargs for env in run.config.envs})
+        self.envs = EnvPool(kwargs)
         self.player = Player(sampler, renderers, self.envs, self.settings, run.config.seed, actor_id)
         self.invalid = InvalidShare(self.settings.max_invalid_share)
-        self.client = ActorClient(
-            run.endpoint, run.run_id, actor_id, tasks=self.envs.num_tasks(), keys=client_keys(run), compression=run.config.buffer.compression
-        )
+        compression = run.config.buffer.compression
+        self.client = ActorClient(run.endpoint, run.run_id, actor_id, role=self.role, tasks=self.tasks(), keys=client_keys(run), compression=compression)
         self.reader = subscribe_to(run, actor_id)
         self.loaded = asyncio.Condition()
         self.slots = asyncio.Semaphore(self.settings.slots)
@@ -103,6 +105,15 @@ class _Actor:
         self.leaving_lineage = False
         self.awaited: dict[int, int] = {}
 
+    @staticmethod
+    def plays(config: Config) -> tuple[Actors, dict[str, dict[str, Any]], int]:
+        """How it plays, the arguments of its environments by their ids, and in groups of how many."""
+        return config.actors, {env.id: env.kwargs for env in config.envs}, config.learner.group_size
+
+    def tasks(self) -> dict[str, int]:
+        """How many tasks its environments have, for the cursors of training."""
+        return self.envs.num_tasks()
+
     async def run(self, stop: threading.Event) -> None:
         """Connects, lives as concurrent activities, and leaves in order: leases back, sampler closed, environments closed."""
         try:
@@ -110,7 +121,8 @@ class _Actor:
                 try:
                     async with asyncio.TaskGroup() as tasks:
                         tasks.create_task(self.leave_when(stop), name="stop")
-                        tasks.create_task(self.watch_weights(), name="weights")
+                        if self.role == "actor":
+                            tasks.create_task(self.watch_weights(), name="weights")
                         tasks.create_task(self.report(), name="report")
                         tasks.create_task(self.take_leases(tasks), name="leases")
                 finally:
@@ -130,7 +142,7 @@ class _Actor:
 
     async def take_leases(self, tasks: asyncio.TaskGroup) -> None:
         """Consumes leases; waits for the first weights, then for the buffer; produces one task per group."""
-        await self.hold(0, 0)
+        await self.ready()
         self.give_credit()
         while (lease := await self.client.next_lease()) is not None:
             self.num_owed += len(lease.members)
@@ -142,10 +154,14 @@ class _Actor:
         self.awaited[lease.group_id] = lease.admit_version
         await self.hold(lease.lineage, lease.admit_version)
         del self.awaited[lease.group_id]
+        await self.play_members(lease)
+        self.client.finish(lease.group_id)
+
+    async def play_members(self, lease: Lease) -> None:
+        """Plays the members that a lease names, side by side."""
         async with asyncio.TaskGroup() as members:
             for member in lease.members:
                 members.create_task(self.play_member(lease, member), name=f"group {lease.group_id} member {member}")
-        self.client.finish(lease.group_id)
 
     async def play_member(self, lease: Lease, member: int) -> None:
         """Plays one episode in a free slot, then appends its trajectory; the slot is taken by the next while the network works."""
@@ -173,6 +189,10 @@ class _Actor:
         self.client.credit(max(free, 0 if self.num_owed else 1))
 
     # --- weights ----------------------------------------------------------------------------------------------------------------------
+
+    async def ready(self) -> None:
+        """Returns once leases may come."""
+        await self.hold(0, 0)
 
     async def hold(self, lineage: int, version: int) -> None:
         """Returns once the sampler holds at least this version: of that lineage, or any of a later one, and none is about to take its place.
@@ -210,20 +230,24 @@ class _Actor:
             if self.leaving_lineage and self.num_playing:
                 await asyncio.sleep(WEIGHTS_POLL_S)
                 continue
-            started = time.perf_counter()
             try:
-                with contextlib.ExitStack() as stack:
-                    # Opening hashes every byte: for a large model that would hold up everybody else here.
-                    view = await asyncio.to_thread(stack.enter_context, self.reader.open(manifest))
-                    await self.sampler.load(manifest, view)
+                await self.load(manifest)
             except WeightsGone as error:  # published faster than read: the next one
                 logger.info("weights=gone version=%d reason=%s", manifest.version, error)
                 await asyncio.sleep(WEIGHTS_POLL_S)
                 continue
             self.leaving_lineage = False
-            logger.info("weights=loaded lineage=%d version=%d seconds=%.3f", manifest.lineage, manifest.version, time.perf_counter() - started)
             async with self.loaded:
                 self.loaded.notify_all()
+
+    async def load(self, manifest: Manifest) -> None:
+        """Puts a version into the sampler, proven."""
+        started = time.perf_counter()
+        with contextlib.ExitStack() as stack:
+            # Opening hashes every byte: for a large model that would hold up everybody else here.
+            view = await asyncio.to_thread(stack.enter_context, self.reader.open(manifest))
+            await self.sampler.load(manifest, view)
+        logger.info("weights=loaded lineage=%d version=%d seconds=%.3f", manifest.lineage, manifest.version, time.perf_counter() - started)
 
     # --- the rest -----------------------------------------------------------------------------------------------------------------------
 
@@ -245,7 +269,7 @@ class _Actor:
 
     def waits_for(self) -> str:
         """What this actor waits for now, in a word for people; empty while it samples."""
-        if self.sampler.held is None:
+        if self.role == "actor" and self.sampler.held is None:
             return "weights v0"
         if self.num_playing:
             return "" if self.sampler.running else "environment"

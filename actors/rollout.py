@@ -88,8 +88,13 @@ class _Episode:
 
 
 def sampling_seed(run_seed: int, lease: Lease, member: int, turn: int) -> int:
-    """Seed of one completion, below 2**128: the same on whatever actor it is drawn, another for every attempt."""
-    sequence = np.random.SeedSequence(run_seed, spawn_key=(lease.purpose == "eval", lease.group_id, member, lease.attempt, turn))
+    """Seed of one completion, below 2**128: the same on whatever actor it is drawn, another for every attempt.
+
+    Evaluations draw the same for every version and every attempt: what differs between two of them is the policy, and a member played again is the same.
+    """
+    evaluates = lease.purpose == "eval"
+    place = (lease.task_index, member, 0) if evaluates else (lease.group_id, member, lease.attempt)
+    sequence = np.random.SeedSequence(run_seed, spawn_key=(evaluates, *place, turn))
     low, high = sequence.generate_state(2, np.uint64).tolist()
     return (high << 64) | low
 

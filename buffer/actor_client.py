@@ -43,7 +43,7 @@ _decoder = msgspec.msgpack.Decoder(wire.Envelope[wire.ServerMessage])
 
 
 class ActorClient:
-    """The actor's side of the stream; ``async with ActorClient(...) as client``.
+    """The side of an actor, or by its ``role`` of an evaluator; ``async with ActorClient(...) as client``.
 
     ``stop_reason`` is the buffer's once it said Stop. The buffer grants how many bytes may be unacknowledged at once: further appends wait. ``silent_s``: how
     long the buffer may be silent (dead, restarting), or leave one message unanswered, before the client gives up. ``compression`` is that of its rows.
@@ -61,11 +61,13 @@ class ActorClient:
         run_id: str,
         peer_id: str,
         *,
+        role: wire.Role = "actor",
         tasks: Mapping[str, int] | None = None,
         silent_s: float = 30.0,
         keys: ClientKeys | None = None,
         compression: Compression = "none",
     ) -> None:
+        self._role: wire.Role = role
         self.stop_reason: str | None = None
         self._keys = keys
         self._endpoint = endpoint
@@ -197,7 +199,7 @@ class ActorClient:
         self._hello_id = next(self._request_ids)
         self._hello_at = time.monotonic()
         self._num_received = 0
-        self._say(wire.Hello("actor", self.peer_id, self._incarnation, SCHEMA_VERSION, list(self._holding), tasks=self._tasks_known), self._hello_id)
+        self._say(wire.Hello(self._role, self.peer_id, self._incarnation, SCHEMA_VERSION, list(self._holding), tasks=self._tasks_known), self._hello_id)
 
     async def _receive(self) -> None:
         while True:

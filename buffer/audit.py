@@ -14,11 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import RunFolderError
+from .audit_evaluations import check_evaluated, close_evaluations
 from .audit_log import Column, Rows, read_log
 from .audit_report import AuditReport, EnvBias, note
 from .audit_tasks import check_tasks
 from .bias import Bias
 from .blob_store import blob_path, is_whole
+from .evaluation_tables import FIRST_GROUP
 from .ledger import Ledger
 from .lineages import Lineages
 from .tables import BatchRow
@@ -49,13 +51,16 @@ def audit(folder: Path) -> AuditReport:
             lineages = ledger.lineages()
             batches = list(ledger.batches(lineages.current))
             appends = list(ledger.locations())
+            claims = close_evaluations(ledger, report)
             rows_recorded = dict(ledger.rows("SELECT append_id, num_rows FROM appends"))
             blobs: dict[str, int] = dict(ledger.rows("SELECT digest, size_bytes FROM blobs"))
         rows = read_log(folder / "stream", ledger, appends, rows_recorded, report)
         _check_blobs(folder / "blobs", ledger, blobs, rows.digests, report)
     finally:
         ledger.close()
-    played = _per_trajectory(rows)
+    evaluated = rows.group_id >= FIRST_GROUP
+    check_evaluated(claims, rows.where(evaluated), report)
+    played = _per_trajectory(rows.where(~evaluated))
     _match_members(played, np.array(members, np.int64).reshape(-1, 4), report)
     _check_batches(played, batches, lineages, failed, report)
     return report

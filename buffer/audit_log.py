@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,15 @@ _READ = ("group_id", "member", "attempt", "lineage", "env_id", "reward", "env_me
 _UNSAMPLED = np.iinfo(np.int32).max
 
 
+_MEMBERS_OF = """
+SELECT append_id, group_id, member, members.attempt, members.lineage, num_tokens, min_version, max_version, reward, env_id
+FROM members JOIN groups USING (group_id) WHERE append_id BETWEEN ?1 AND ?2
+UNION ALL
+SELECT append_id, group_id, member, evaluation_members.attempt, evaluations.lineage, num_tokens, min_version, max_version, reward, env_id
+FROM evaluation_members JOIN evaluation_groups USING (group_id) JOIN evaluations USING (evaluation_id) WHERE append_id BETWEEN ?1 AND ?2
+"""
+
+
 @dataclass(slots=True)
 class Rows:
     """Columns over all rows of the log, ``[N]`` each; ``oldest`` is above ``newest`` where nothing was sampled."""
@@ -46,6 +56,11 @@ class Rows:
     env: Column
     env_names: list[str]
     digests: set[str]
+
+    def where(self, chosen: Column) -> Rows:
+        """The rows for which ``chosen``, ``[N] bool``, is true."""
+        columns = {field.name: getattr(self, field.name)[chosen] for field in dataclasses.fields(self) if field.name not in ("env_names", "digests")}
+        return dataclasses.replace(self, **columns)
 
 
 def read_log(folder: Path, ledger: Ledger, appends: Iterable[tuple[int, Location]], rows_recorded: dict[int, int], report: AuditReport) -> Rows:
@@ -142,11 +157,7 @@ def _read_sealed(
 
 def _removed(ledger: Ledger, appends: list[tuple[int, Location]], names: dict[str, int]) -> list[Column]:
     """What the ledger still knows of a removed segment's members, as :class:`Rows` with one row each."""
-    query = (
-        "SELECT append_id, group_id, member, members.attempt, members.lineage, num_tokens, min_version, max_version, reward, env_id "
-        "FROM members JOIN groups USING (group_id) WHERE append_id BETWEEN ? AND ?"
-    )
-    rows = list(ledger.rows(query, (appends[0][0], appends[-1][0])))
+    rows = list(ledger.rows(_MEMBERS_OF, (appends[0][0], appends[-1][0])))
     ids = np.array([row[:6] for row in rows], np.int64).reshape(-1, 6).T
     oldest = np.array([_UNSAMPLED if row[6] is None else row[6] for row in rows], np.int64)
     newest = np.array([-1 if row[7] is None else row[7] for row in rows], np.int64)

@@ -52,7 +52,8 @@ class AuditReport:
 
     ``problems`` is empty in a sound run. ``unrecorded_bytes`` lie behind what the ledger recorded: appends a live buffer is just making, or was making when it
     was killed; nobody was told they were stored. ``num_sealed`` segments are Parquet; ``num_removed`` trajectories lay in segments that retention removed, so
-    only the ledger still speaks of them.
+    only the ledger still speaks of them. Evaluations have books of their own: ``evaluations`` and ``evaluation_groups`` per state, ``num_evaluated``
+    trajectories; no other number counts any of them but those of rows, appends and bytes.
     """
 
     folder: Path
@@ -85,6 +86,10 @@ class AuditReport:
     num_blobs: int = 0
     blob_bytes: int = 0
     refused: dict[str, int] = field(default_factory=dict[str, int])
+    evaluations: dict[str, int] = field(default_factory=dict[str, int])
+    evaluation_groups: dict[str, int] = field(default_factory=dict[str, int])
+    evaluation_reasons: list[str] = field(default_factory=list[str])
+    num_evaluated: int = 0
     bias: dict[str, EnvBias] = field(default_factory=dict[str, EnvBias])
     fates: dict[str, dict[Fate, Tally]] = field(default_factory=dict[str, dict[Fate, Tally]])
     cursors: dict[str, EnvCursor] = field(default_factory=dict[str, EnvCursor])

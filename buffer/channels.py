@@ -14,6 +14,7 @@ from typing import Protocol
 from ..configs.run_folder import Run
 from .file_weights import FileReader, FileWriter
 from .manifest import Manifest, WeightTensor
+from .retention import Retention
 from .weights import WeightsReader, WeightsWriter
 
 
@@ -21,6 +22,8 @@ class Publishing(Protocol):
     """The learner's end; there is one per run."""
 
     folder: Path
+    retention: Retention
+    """Versions kept for evaluations."""
 
     def write(self, lineage: int, version: int, tensors: Sequence[WeightTensor]) -> Manifest | None:
         """Makes ``tensors`` the current version; None, with nothing changed, while readers leave no room for it."""
@@ -50,7 +53,10 @@ class Subscription(Protocol):
 
 def publish_to(run: Run, num_readers: int) -> Publishing:
     """The channel that ``weights.channel`` names, for the learner. Raises :class:`WeightsError` where another writer lives."""
-    return FileWriter(run.weights_folder) if run.config.weights.channel == "files" else WeightsWriter(run.weights_folder, num_readers)
+    retain = 0 if run.config.evaluation is None else run.config.evaluation.retain
+    if run.config.weights.channel == "files":
+        return FileWriter(run.weights_folder, retain)
+    return WeightsWriter(run.weights_folder, num_readers, retain)
 
 
 def subscribe_to(run: Run, name: str) -> Subscription:

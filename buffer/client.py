@@ -279,6 +279,17 @@ class LearnerClient(_Client):
         assert isinstance(acknowledged, wire.Acknowledged)
         return acknowledged.note
 
+    def retained(self, statement: wire.Retained) -> wire.Evaluations:
+        """Says which versions are kept for evaluations; gives those evaluations that are open, and those closed that were not known.
+
+        Raises:
+            Refused: this run evaluates nothing.
+
+        """
+        reply = self._ask(statement)
+        assert isinstance(reply, wire.Evaluations)
+        return reply
+
     def sync(self) -> None:
         """Returns once log and ledger are on the disk."""
         self._ask(wire.Sync())

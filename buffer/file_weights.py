@@ -5,9 +5,10 @@
     FOLDER/reading-NAME     what the reader NAME is about to read or reads: the number of the file; its time is renewed while it reads
     FOLDER/writer.lock      held by the one writer
 
-The writer removes files once they are neither among the newest two nor named by a reader that renewed its note within :data:`LEASE_S`; a reader that died holds
-nothing up for longer. All times are the file server's own, so clocks of hosts do not matter. A reader copies the bytes into memory of its own and hashes them
-on the way: whatever a network file system does to a file that goes away meanwhile, only bytes that match the digest are ever used.
+The writer removes files once they are neither among the newest two, nor kept for an evaluation (``retention``), nor named by a reader that renewed its note
+within :data:`LEASE_S`; a reader that died holds nothing up for longer. All times are the file server's own, so clocks of hosts do not matter. A reader copies
+the bytes into memory of its own and hashes them on the way: whatever a network file system does to a file that goes away meanwhile, only bytes that match the
+digest are ever used.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from .manifest import (
     round_up,
     size_of,
 )
+from .retention import Retention
 
 LEASE_S = 30.0
 """A note that was not renewed for this long is a dead reader's."""
@@ -62,8 +64,9 @@ class FileWriter:
     Raises :class:`WeightsError` where another writer lives, or the folder is not ours.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, num_retained: int = 0) -> None:
         self.folder = folder
+        self.retention = Retention(folder, num_retained, lambda slot: False)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         check_owner(folder)
         self._lock = lock_writer(folder)
@@ -86,6 +89,7 @@ class FileWriter:
             self._layout = layout
             self._check_room(size_of(layout))
         check_layout(layout, self._layout, version)
+        self.retention.let_go()
         self._prune()
         slot = self._slot + 1
         temporary = self.folder / "writing.tmp"
@@ -116,11 +120,12 @@ class FileWriter:
             os.close(self._lock)
 
     def _check_room(self, size: int) -> None:
-        needed, found = (_KEPT + 1) * size, os.statvfs(self.folder)
+        num_versions = _KEPT + 1 + self.retention.room
+        needed, found = num_versions * size, os.statvfs(self.folder)
         free_bytes = found.f_bavail * found.f_frsize
         if needed > free_bytes:
             raise WeightsError(
-                f"weights channel needs {needed / 1e6:.1f} MB in {self.folder} ({_KEPT + 1} versions), {free_bytes / 1e6:.1f} MB are free: "
+                f"weights channel needs {needed / 1e6:.1f} MB in {self.folder} ({num_versions} versions), {free_bytes / 1e6:.1f} MB are free: "
                 "free some, or choose another folder (folder=PATH)"
             )
 
@@ -135,7 +140,7 @@ class FileWriter:
                 else:
                     read.add(int(note.read_text()))
         for path in self.folder.glob("*.weights"):
-            if int(path.stem) <= self._slot - _KEPT and int(path.stem) not in read:
+            if int(path.stem) <= self._slot - _KEPT and int(path.stem) not in read and int(path.stem) not in self.retention.slots:
                 path.unlink(missing_ok=True)
 
 

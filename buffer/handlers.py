@@ -22,13 +22,17 @@ from ..configs.run_folder import Run
 from ..errors import Corrupt, DataRefused, Refused
 from . import wire
 from .blob_store import BlobStore, digests_of
-from .books import Books
+from .books import Books, Verdict
 from .columns import SCHEMA_VERSION, Compression, aligned, frame_checksum, from_frame, rows_of, to_frame
+from .evaluation_facts import played_of, purpose_of
+from .evaluation_rules import EvaluationRules
+from .evaluations import Evaluations
 from .facts import Fact, facts
 from .hold import Hold
 from .log import Log
 from .peers import Peer, Peers
 from .pulls import Pulls
+from .status import status_of
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +53,7 @@ class Handlers:
 
     def __init__(self, run: Run, books: Books, log: Log) -> None:
         self.books = books
+        self.evaluations = Evaluations(books.ledger, EvaluationRules.of(run.config))
         self.log = log
         self.peers = Peers()
         self.round_bytes = 0
@@ -73,6 +78,7 @@ class Handlers:
             wire.PullBatch: self._pull,
             wire.Trained: self._trained,
             wire.Published: self._published,
+            wire.Retained: self._retained,
             wire.Sync: self._sync,
             wire.StatusRequest: self._status,
             wire.Farewell: self._farewell,
@@ -137,6 +143,7 @@ class Handlers:
 
         """
         self.books.save_counters()
+        self.evaluations.save_counters()
         self.blobs.flush()
         self.log.flush()
         self.books.ledger.commit()
@@ -199,9 +206,13 @@ class Handlers:
         peer = self.peers.at(route)
         if peer is not None:
             logger.warning("event=peer_unreachable role=%s peer=%s", peer.role, peer.peer_id)
-            self.books.give_up(peer.peer_id)
+            self._leases_of(peer).give_up(peer.peer_id)
             self._pulls.forget(peer.peer_id)
             self.peers.leave(peer)
+
+    def _leases_of(self, peer: Peer) -> Books | Evaluations:
+        """The books that this peer's leases are in: evaluators are never given one to train, nor actors one to evaluate."""
+        return self.evaluations if peer.role == "evaluator" else self.books
 
     def _send(self, route: bytes, request_id: int, message: wire.ServerMessage, payload: Sequence[pa.Buffer] = ()) -> None:
         header = _encoder.encode(wire.Envelope(wire.PROTOCOL_VERSION, self._run_id, request_id, message))
@@ -230,10 +241,10 @@ class Handlers:
         self.books.tasks.announce(hello.tasks)
         if hello.role == "learner" and hello.version is not None:
             self.books.resume(hello.version, hello.lineage)
-        self.peers.hello(route, hello, now)
-        if hello.role == "actor":
-            self.books.give_up(hello.peer_id, keep=frozenset(hello.holding))
-            self.books.claim(hello.peer_id, hello.holding, now)
+        peer = self.peers.hello(route, hello, now)
+        if hello.role in ("actor", "evaluator"):
+            self._leases_of(peer).give_up(hello.peer_id, keep=frozenset(hello.holding))
+            self._leases_of(peer).claim(hello.peer_id, hello.holding, now)
         logger.info("event=hello role=%s peer=%s holding=%d", hello.role, hello.peer_id, len(hello.holding))
         self._send(route, request_id, wire.Welcome(self.books.lineage, self.books.version, self.peers.credit_bytes()))
         if self._stopping_since is not None and hello.role != "supervisor":
@@ -244,11 +255,12 @@ class Handlers:
 
     def _heartbeat(self, peer: Peer, message: wire.Heartbeat, request_id: int, payload: Payload, now: float) -> None:
         peer.counters, peer.gauges, peer.waiting_for = message.counters, message.gauges, message.waiting_for
-        self.books.give_up(peer.peer_id, keep=frozenset(message.holding), granted_before=now - _SETTLE_S)
+        self._leases_of(peer).give_up(peer.peer_id, keep=frozenset(message.holding), granted_before=now - _SETTLE_S)
         self._send(peer.route, request_id, wire.Acknowledged())
 
     def _release(self, peer: Peer, message: wire.Release, request_id: int, payload: Payload, now: float) -> None:
-        self.books.give_up(peer.peer_id, keep=self.books.held(peer.peer_id) - frozenset(message.group_ids))
+        leases = self._leases_of(peer)
+        leases.give_up(peer.peer_id, keep=leases.held(peer.peer_id) - frozenset(message.group_ids))
         peer.credit = 0
         self._send(peer.route, request_id, wire.Acknowledged())
 
@@ -262,33 +274,34 @@ class Handlers:
                 if other.role != "supervisor":
                     self._send(other.route, 0, wire.Stop(self._stop_reason))
         elif not message.everybody:
-            self.books.give_up(peer.peer_id)
+            self._leases_of(peer).give_up(peer.peer_id)
             self._pulls.forget(peer.peer_id)
             self.peers.leave(peer)
 
     def _expire(self, now: float) -> None:
         """Offers again what silent actors hold; after a restart, what actors hold that have not come back."""
         grace_s = min(self._lease_timeout_s, _RESTART_GRACE_S)
-        for peer_id in self.books.holders():
+        for book, peer_id in [(owner, holder) for owner in (self.books, self.evaluations) for holder in owner.holders()]:
             peer = self.peers.named(peer_id)
             gone = now - self._started_at > grace_s if peer is None else now - peer.last_heard > self._lease_timeout_s
             if gone:
-                num_expired = self.books.give_up(peer_id)
+                num_expired = book.give_up(peer_id)
                 self.books.counters["leases_expired"] += num_expired
                 logger.warning("event=leases_expired peer=%s leases=%d timeout_s=%g", peer_id, num_expired, self._lease_timeout_s)
                 if peer is not None:
                     self.peers.leave(peer)
         for peer in self.peers:
-            if peer.role == "actor" and now - max(peer.last_heard, peer.probed_at) > _PROBE_S:
+            if peer.role in ("actor", "evaluator") and now - max(peer.last_heard, peer.probed_at) > _PROBE_S:
                 peer.probed_at = now
                 self._send(peer.route, 0, wire.Acknowledged())  # fails at once where the process is dead: see unreachable
 
     def _push_leases(self, now: float) -> None:
         pushed: dict[bytes, list[wire.Lease]] = {}
-        while (peer := self.peers.neediest()) is not None and (lease := self.books.grant(peer.peer_id, now)) is not None:
-            peer.credit -= 1
-            peer.num_pushed += 1
-            pushed.setdefault(peer.route, []).append(lease)
+        for role in ("actor", "evaluator"):
+            while (peer := self.peers.neediest(role)) is not None and (lease := self._leases_of(peer).grant(peer.peer_id, now)) is not None:
+                peer.credit -= 1
+                peer.num_pushed += 1
+                pushed.setdefault(peer.route, []).append(lease)
         for route, leases in pushed.items():
             self._send(route, 0, wire.Leases(leases))
 
@@ -303,22 +316,35 @@ class Handlers:
         found = facts(batch)
         if len(found) != message.num_trajectories:
             raise Refused("malformed", f"{message.num_trajectories} trajectories announced, {len(found)} found")
-        self.books.check_known(found)
+        self._check_known(batch, found)
         digests = digests_of(batch)
         self.blobs.check_known(digests)
-        verdicts = [self.books.receive(fact, self._next_append_id) for fact in found]
+        verdicts, prefix = self._enter(batch, found)
         stored = [fact for fact, verdict in zip(found, verdicts, strict=True) if verdict == "store"]
         if stored:
             self.blobs.refer(digests, self._next_append_id)
             self._store(stored, frame, batch, message.checksum)
         counters = self.books.counters
-        counters["episodes"] += len(found) - verdicts.count("duplicate")
-        counters["duplicates"] += verdicts.count("duplicate")
-        counters["superseded"] += verdicts.count("superseded")
+        counters[f"{prefix}episodes"] += len(found) - verdicts.count("duplicate")
+        counters[f"{prefix}duplicates"] += verdicts.count("duplicate")
+        counters[f"{prefix}superseded"] += verdicts.count("superseded")
         self._send(peer.route, request_id, wire.Appended(len(stored), verdicts.count("superseded"), self.peers.credit_bytes()))
 
     def _blobs(self, peer: Peer, message: Any, request_id: int, payload: Payload, now: float) -> None:
         self._send(peer.route, request_id, *self.blobs.answer(message, payload, self._next_append_id))
+
+    def _check_known(self, batch: pa.RecordBatch, found: list[Fact]) -> None:
+        """Refuses what nobody was asked for, by the books of its purpose; nothing is changed."""
+        if purpose_of(batch) == "eval":
+            self.evaluations.check_known(played_of(batch, found))
+        else:
+            self.books.check_known(found)
+
+    def _enter(self, batch: pa.RecordBatch, found: list[Fact]) -> tuple[list[Verdict], str]:
+        """Enters trajectories into the books of their purpose: the verdicts, and what the names of their counters begin with."""
+        if purpose_of(batch) == "eval":
+            return [self.evaluations.receive(one, self._next_append_id, self.books.version) for one in played_of(batch, found)], "evaluation_"
+        return [self.books.receive(fact, self._next_append_id) for fact in found], ""
 
     def _store(self, stored: list[Fact], frame: pa.Buffer, batch: pa.RecordBatch, checksum: int) -> None:
         """Writes the frame as it came; where some of its rows were not accepted, a frame of the others."""
@@ -342,10 +368,14 @@ class Handlers:
 
     def _trained(self, peer: Peer, message: wire.Trained, request_id: int, payload: Payload, now: float) -> None:
         self.books.trained(message.version)
+        self.evaluations.check()
         self._send(peer.route, request_id, wire.Acknowledged())
 
     def _published(self, peer: Peer, message: wire.Published, request_id: int, payload: Payload, now: float) -> None:
         self._send(peer.route, request_id, wire.Acknowledged(self.books.published(message.version, message.digest)))
+
+    def _retained(self, peer: Peer, message: wire.Retained, request_id: int, payload: Payload, now: float) -> None:
+        self._send(peer.route, request_id, self.evaluations.retained(message))
 
     def _sync(self, peer: Peer, message: wire.Sync, request_id: int, payload: Payload, now: float) -> None:
         self._sync_wanted = True
@@ -354,33 +384,7 @@ class Handlers:
     # --- looking --------------------------------------------------------------------------------------------------------------------
 
     def _status(self, peer: Peer, message: wire.StatusRequest, request_id: int, payload: Payload, now: float) -> None:
-        books = self.books
-        groups = {state: books.counts[state] for state in ("open", "ready", "assigned", "trained", "dropped")}
-        counters: dict[str, float] = {**dict.fromkeys(_ALL_COUNTERS, 0.0), **books.counters, "leased": books.num_leased, "cpu_s": time.process_time()}
-        counters |= books.bias.figures()
-        waits_for = books.waits_for() if self._pulls and self.hold is None else ""
-        peers = [other.status(now, len(books.held(other.peer_id))) for other in self.peers]
-        self._send(
-            peer.route,
-            request_id,
-            wire.StatusReply(books.lineage, books.version, groups, counters, peers, waits_for, "" if self.hold is None else self.hold.reason),
-        )
-
-
-_ALL_COUNTERS = (
-    *("leases", "leases_given_up", "leases_expired", "episodes", "superseded", "duplicates", "refused"),
-    *("invalid_infra", "invalid_env", "retries_infra", "retries_env", "unplayed_members", "groups_closed_early", "groups_dropped_late"),
-    *(
-        "appends",
-        "rows_stored",
-        "trajectories_stored",
-        "bytes_stored",
-        "blobs_stored",
-        "blob_bytes_stored",
-        "blobs_received",
-        "blobs_sent",
-        "age_drops",
-        "refilled_groups",
-        "digests_differ",
-    ),
-)
+        peers = [other.status(now, len(self._leases_of(other).held(other.peer_id))) for other in self.peers]
+        waits_for = self.books.waits_for() if self._pulls and self.hold is None else ""
+        holds_for = "" if self.hold is None else self.hold.reason
+        self._send(peer.route, request_id, status_of(self.books, self.evaluations, peers, waits_for, holds_for))

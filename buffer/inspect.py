@@ -20,18 +20,23 @@ import pyarrow as pa
 
 from ..errors import ConfigError, Corrupt, MissingExtra
 from .columns import SCHEMA, decode, rows_of
+from .evaluation_tables import FIRST_GROUP
 from .lineages import Lineages
 from .log import segment_path
 from .recorded import Segments, open_ledger
 from .sealed import sealed_path
-from .types import Trajectory
+from .types import Purpose, Trajectory
 
-VIEWS = ("trajectories", "members", "groups", "batches")
+VIEWS = ("trajectories", "members", "groups", "batches", "evaluations")
 
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """Which trajectories are meant; None does not filter. ``version`` is the one they were trained in, rewards are exclusive bounds."""
+    """Which trajectories are meant; None does not filter.
+
+    ``version`` is the one they were trained in, or the one that an evaluation is pinned to; rewards are exclusive bounds. Groups of evaluations have ids from
+    :data:`~rollstream.buffer.evaluation_tables.FIRST_GROUP` on.
+    """
 
     group: int | None = None
     version: int | None = None
@@ -39,17 +44,19 @@ class Filter:
     env: str | None = None
     reward_below: float | None = None
     reward_above: float | None = None
+    purpose: Purpose | None = None
     limit: int | None = None
 
     def where(self) -> tuple[str, list[Any]]:
-        """As SQL over ``members m JOIN groups g``."""
+        """As SQL over :data:`_COMMITTED`."""
         terms = {
-            "m.group_id = ?": self.group,
-            "g.version = ?": self.version,
-            "m.status = ?": self.status,
-            "g.env_id = ?": self.env,
-            "m.reward < ?": self.reward_below,
-            "m.reward > ?": self.reward_above,
+            "group_id = ?": self.group,
+            "version = ?": self.version,
+            "status = ?": self.status,
+            "env_id = ?": self.env,
+            "reward < ?": self.reward_below,
+            "reward > ?": self.reward_above,
+            "purpose = ?": self.purpose,
         }
         chosen = {term: value for term, value in terms.items() if value is not None}
         return " AND ".join(chosen) or "1", list(chosen.values())
@@ -79,6 +86,7 @@ class Listed(NamedTuple):
     withheld: bool
     lineage: int
     append_id: int
+    purpose: str
 
 
 _MEMBERS_TABLE = pa.schema(
@@ -92,11 +100,21 @@ _MEMBERS_TABLE = pa.schema(
         *((name, pa.int64()) for name in ("trained_version", "lag")),
         ("withheld", pa.bool_()),
         *((name, pa.int64()) for name in ("lineage", "append_id")),
+        ("purpose", pa.string()),
     ]
 )
+_OF_MEMBER = "m.reward, m.status, m.stop_reason, m.num_tokens, m.num_trained_tokens, m.min_version, m.max_version"
+_COMMITTED = f"""(
+SELECT m.group_id, m.member, m.attempt, g.env_id, {_OF_MEMBER}, g.state, g.version AS trained_version, m.lineage, m.append_id, 'train' AS purpose, g.version
+FROM members m JOIN groups g USING (group_id)
+UNION ALL
+SELECT m.group_id, m.member, m.attempt, g.env_id, {_OF_MEMBER}, g.state, NULL, e.lineage, m.append_id, 'eval', e.version
+FROM evaluation_members m JOIN evaluation_groups g USING (group_id) JOIN evaluations e USING (evaluation_id))
+"""  # noqa: S608 - our own names
+"""Every committed trajectory; ``version`` is that of its batch, or the one its evaluation is pinned to."""
 _KNOWN = (
-    "m.group_id, m.member, m.attempt, g.env_id, m.reward, m.status, m.stop_reason, m.num_tokens, m.num_trained_tokens, m.min_version, m.max_version, "
-    "g.state, g.version, m.lineage, m.append_id"
+    "group_id, member, attempt, env_id, reward, status, stop_reason, num_tokens, num_trained_tokens, min_version, max_version, "
+    "state, trained_version, lineage, append_id, purpose"
 )
 _ADDED = ("state", "trained_version", "lag", "withheld")
 EXPORTED = pa.schema([*SCHEMA, *(_MEMBERS_TABLE.field(name) for name in _ADDED)])
@@ -128,12 +146,12 @@ class Inspector:
     def count(self, chosen: Filter) -> int:
         """How many trajectories a filter means, whatever its limit."""
         where, values = chosen.where()
-        return next(self._ledger.rows(f"SELECT count(*) FROM members m JOIN groups g USING (group_id) WHERE {where}", values))[0]  # noqa: S608 - fixed terms
+        return next(self._ledger.rows(f"SELECT count(*) FROM {_COMMITTED} WHERE {where}", values))[0]  # noqa: S608 - fixed terms
 
     def listed(self, chosen: Filter) -> list[Listed]:
         """The trajectories a filter means, in the order of (group, member); with a limit, the newest."""
         where, values = chosen.where()
-        query = f"SELECT {_KNOWN} FROM members m JOIN groups g USING (group_id) WHERE {where} ORDER BY m.group_id DESC, m.member DESC LIMIT ?"  # noqa: S608
+        query = f"SELECT {_KNOWN} FROM {_COMMITTED} WHERE {where} ORDER BY group_id DESC, member DESC LIMIT ?"  # noqa: S608
         with self._ledger.snapshot():
             rows = list(self._ledger.rows(query, [*values, -1 if chosen.limit is None else chosen.limit]))
             versions = [row[12] for row in rows if row[12] is not None]
@@ -145,7 +163,7 @@ class Inspector:
 
     def envs(self) -> list[str]:
         """Every environment that was leased."""
-        return sorted(env_id for (env_id,) in self._ledger.rows("SELECT DISTINCT env_id FROM groups"))
+        return sorted(env_id for (env_id,) in self._ledger.rows("SELECT env_id FROM groups UNION SELECT env_id FROM evaluation_groups"))
 
     # --- rows -----------------------------------------------------------------------------------------------------------------------
 
@@ -160,6 +178,8 @@ class Inspector:
         found = [listed for listed in self.listed(Filter(group=group_id)) if listed.member == member]
         if not found:
             group = self._ledger.group(group_id)
+            if group_id >= FIRST_GROUP:
+                raise ConfigError(f"no evaluation has a finished member {member} of group e{group_id - FIRST_GROUP}; list them with --purpose eval")
             if group is None:
                 raise ConfigError(f"group {group_id} was never leased; there are {self._ledger.num_groups()}, counted from 0")
             done = [str(known.member) for known in self._ledger.members(group_id)]
@@ -235,7 +255,7 @@ class Inspector:
 
     def _register(self, register: Callable[[str, pa.Table], object], named: set[str]) -> list[str]:
         """Gives DuckDB the tables behind the views; the result are the sealed files, which it reads itself."""
-        for name in ("groups", "batches"):
+        for name in ("groups", "batches", "evaluations"):
             if name in named:
                 register(name, self._table(name))
         if named & {"members", "trajectories"}:
@@ -258,17 +278,17 @@ class Inspector:
             columns["surviving"] = [lineages.shares(batch.lineage, batch.version) for batch in batches]
             withheld = [[{"group_id": group_id, "member": member} for group_id, member in batch.withheld] for batch in batches]
             return pa.table({**columns, "withheld": pa.array(withheld, pa.list_(pa.struct([("group_id", pa.int64()), ("member", pa.int64())])))})
-        names = [row[1] for row in self._ledger.rows("PRAGMA table_info(groups)")]
-        rows = list(self._ledger.rows("SELECT * FROM groups ORDER BY group_id"))
-        texts = ("env_id", "state", "reason", "holder")
-        return pa.table({name: pa.array([row[place] for row in rows], pa.string() if name in texts else pa.int64()) for place, name in enumerate(names)})
+        types = {"TEXT": pa.string(), "INTEGER": pa.int64(), "REAL": pa.float64()}
+        columns = [(row[1], types[row[2]]) for row in self._ledger.rows(f"PRAGMA table_info({name})")]
+        rows = list(self._ledger.rows(f"SELECT * FROM {name} ORDER BY 1"))  # noqa: S608 - one of our own names
+        return pa.table({column: pa.array([row[place] for row in rows], kind) for place, (column, kind) in enumerate(columns)})
 
 
 def _listed(row: tuple[Any, ...], withheld: bool, learner: int, lineages: Lineages) -> Listed:
-    *known, state, version, lineage, append_id = row
+    *known, state, version, lineage, append_id, purpose = row
     oldest, newest = known[9:11]
     lag = None if version is None or oldest is None or withheld else version - 1 - lineages.reckoned(lineage, oldest, newest, learner)
-    return Listed._make((*known, state, version, lag, withheld, lineage, append_id))
+    return Listed._make((*known, state, version, lag, withheld, lineage, append_id, purpose))
 
 
 def _table_of(listed: list[Listed]) -> pa.Table:

@@ -19,6 +19,7 @@ import msgspec
 
 from ..errors import DiskFull, RunFolderError, StreamError
 from .columns import SCHEMA_VERSION
+from .evaluation_tables import EVALUATION_TABLES
 from .lineages import NEVER, Fork, Lineages
 from .log import Location
 from .sealed import SealedFile, StoredAppend, flush_file
@@ -66,7 +67,7 @@ class Ledger:
         if not any(found.values()):
             if read_only:
                 raise RunFolderError(f"{self.path} holds nothing yet: the buffer of this run is just starting; look again in a moment")
-            self._database.executescript(TABLES)
+            self._database.executescript(TABLES + EVALUATION_TABLES)
             for key, value in wanted.items():
                 self.set_meta(key, value)
             self.commit()

@@ -78,13 +78,13 @@ class Peers:
 
     def credit_bytes(self) -> int:
         """Bytes of rows and blobs that each actor may have unacknowledged: its share of the budget."""
-        num_actors = sum(peer.role == "actor" for peer in self._by_id.values())
+        num_actors = sum(peer.role in ("actor", "evaluator") for peer in self._by_id.values())
         return max(_LEAST_BYTES, min(_MOST_BYTES, BUDGET_BYTES // max(1, num_actors)))
 
     def __iter__(self) -> Iterator[Peer]:
         return iter(list(self._by_id.values()))
 
-    def neediest(self) -> Peer | None:
-        """The actor with the most credit, None where nobody has any."""
-        found = max((peer for peer in self._by_id.values() if peer.role == "actor"), key=lambda peer: peer.credit, default=None)
+    def neediest(self, role: Role) -> Peer | None:
+        """The actor or evaluator with the most credit, None where nobody has any."""
+        found = max((peer for peer in self._by_id.values() if peer.role == role), key=lambda peer: peer.credit, default=None)
         return found if found is not None and found.credit > 0 else None

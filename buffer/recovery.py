@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 
 from ..configs.run_folder import ForkPoint
 from ..errors import Corrupt, RunFolderError
+from .evaluation_recovery import forget_evaluations
 from .ledger import Ledger
 from .lineages import Fork
 from .log import Location
@@ -67,7 +68,8 @@ def forget(ledger: Ledger, lost_appends: Iterable[int]) -> None:
     cannot be served again: it is removed, and a new lineage begins before it.
     """
     touched: set[int] = set()
-    for append_id in lost_appends:
+    lost = list(lost_appends)
+    for append_id in lost:
         touched.update(group_id for (group_id,) in ledger.rows("SELECT group_id FROM members WHERE append_id = ?", (append_id,)))
         ledger.write("DELETE FROM members WHERE append_id = ?", (append_id,))
         ledger.write("DELETE FROM appends WHERE append_id = ?", (append_id,))
@@ -82,6 +84,7 @@ def forget(ledger: Ledger, lost_appends: Iterable[int]) -> None:
         for key in cut:
             ledger.write("DELETE FROM batches WHERE lineage = ? AND version = ?", key)
             ledger.write("DELETE FROM versions WHERE lineage = ? AND version = ?", key)
+    forget_evaluations(ledger, lost)
     ledger.commit()
     logger.warning("event=power_loss_repaired groups=%d first_removed_batch=%s", len(groups), first)
 

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from .types import GroupState
 
-LEDGER_VERSION = 5
-"""Of the tables below: another one's ledger is refused."""
+LEDGER_VERSION = 6
+"""Of the tables below and of those of evaluations: another one's ledger is refused."""
 
 TABLES = """
 CREATE TABLE IF NOT EXISTS meta(key TEXT PRIMARY KEY, value) WITHOUT ROWID;

@@ -4,9 +4,10 @@
     FOLDER/current               manifest of the newest version, replaced by rename
     FOLDER/writer.lock           held by the one writer
 
-There are ``num_readers + 2`` slots, more once more readers joined, used again and again, so their pages stay mapped. The kernel keeps the leases: a reader
-holds ``flock(LOCK_SH)`` on the slot it reads, the writer takes one whose ``flock(LOCK_EX)`` comes free at once and never the one ``current`` names; whoever is
-killed lets go of all its locks. A reader sees whole versions only: ``current`` moves after the last byte is in place. No torch in here; bytes are bytes.
+There are ``num_readers + 2`` slots, more once more readers joined, and one for each version kept for an evaluation (``retention``), used again and again, so
+their pages stay mapped. The kernel keeps the leases: a reader holds ``flock(LOCK_SH)`` on the slot it reads, the writer takes one whose ``flock(LOCK_EX)``
+comes free at once and never the one ``current`` names; whoever is killed lets go of all its locks. A reader sees whole versions only: ``current`` moves after
+the last byte is in place. No torch in here; bytes are bytes.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from .manifest import (
     round_up,
     size_of,
 )
+from .retention import Retention
 
 logger = logging.getLogger(__name__)
 
@@ -84,9 +86,10 @@ class WeightsWriter:
     Raises :class:`WeightsError` where another writer lives, or the folder is not ours.
     """
 
-    def __init__(self, folder: Path, num_readers: int) -> None:
+    def __init__(self, folder: Path, num_readers: int, num_retained: int = 0) -> None:
         self.folder = folder
-        self.num_slots = num_readers + 2
+        self.num_slots = num_readers + 2 + num_retained
+        self.retention = Retention(folder, num_retained, self._is_read)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         check_owner(folder)
         self._lock = lock_writer(folder)
@@ -114,9 +117,11 @@ class WeightsWriter:
         check_layout(layout, self._layout, version)
         if len(self._handles) < self.num_slots:
             self._allocate()
+        self.retention.let_go()
         slot = self._take_slot()
         if slot is None:
             return None
+        self.retention.written(slot)
         try:
             digest = self._fill(slot, tensors)
             stamp = msgspec.msgpack.encode(_Stamp(lineage, version, digest))
@@ -130,7 +135,7 @@ class WeightsWriter:
 
     def expect(self, num_readers: int) -> None:
         """That many may read at once from the next version on: a reader that joined must not take away another's slot."""
-        self.num_slots = max(self.num_slots, num_readers + 2)
+        self.num_slots = max(self.num_slots, num_readers + 2 + self.retention.room)
 
     def close(self) -> None:
         """Removes the folder. Readers that still hold a slot keep its bytes until they let go."""
@@ -159,7 +164,7 @@ class WeightsWriter:
         elif needed > free_bytes:
             raise WeightsError(
                 f"weights channel needs {needed / 1e6:.1f} MB in {self.folder} ({self.num_slots} slots), {free_bytes / 1e6:.1f} MB are free: "
-                "enlarge that file system (docker: --shm-size), use fewer actors, or weights.channel=files"
+                "enlarge that file system (docker: --shm-size), use fewer actors, a lower evaluation.retain, or weights.channel=files"
             )
         for slot in range(len(self._handles), self.num_slots):
             handle = os.open(_slot_path(self.folder, slot), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -173,12 +178,20 @@ class WeightsWriter:
     def _take_slot(self) -> int | None:
         for step in range(1, len(self._maps) + 1):
             slot = (self._current + step) % len(self._maps)
-            if slot == self._current:
+            if slot == self._current or slot in self.retention.slots:
                 continue
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(self._handles[slot], fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return slot
         return None
+
+    def _is_read(self, slot: int) -> bool:
+        try:
+            fcntl.flock(self._handles[slot], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        fcntl.flock(self._handles[slot], fcntl.LOCK_UN)
+        return False
 
     def _fill(self, slot: int, tensors: Sequence[WeightTensor]) -> str:
         """Copies the bytes and returns their digest."""

@@ -16,6 +16,7 @@ structs below, MessagePack) followed by Arrow IPC record-batch frames where the 
     PullBatch        ->             BatchReply + frames | Wait   the header and a rank's rows, the same every time; Stop when the run ends
     Trained          ->             Acknowledged                 the learner now holds this version
     Published        ->             Acknowledged                 digest of a version's weights
+    Retained         ->             Evaluations                  which versions are kept for evaluations; which still are wanted, what came out
     Sync             ->             Acknowledged                 log and ledger are on disk: a checkpoint may count as complete
     StatusRequest    ->             StatusReply                  what the terminal view shows
     Farewell         ->             Acknowledged                 a peer leaves; from the supervisor: everybody stops
@@ -29,12 +30,12 @@ import msgspec
 
 from .types import Header, Purpose
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 
 MAX_FRAME_BYTES = 64 * 2**20
 """Of one frame to the buffer. A peer that sends a longer one loses its connection."""
 
-Role = Literal["actor", "learner", "supervisor"]
+Role = Literal["actor", "evaluator", "learner", "supervisor"]
 RefusalCode = Literal[
     "unknown_peer",
     "replaced",
@@ -149,6 +150,35 @@ class Published(Message, frozen=True):
     digest: str
 
 
+class RetainedVersion(msgspec.Struct, frozen=True):
+    """A version whose weights the learner keeps so that evaluators can load them."""
+
+    lineage: int
+    version: int
+    digest: str
+
+
+class SkippedVersion(msgspec.Struct, frozen=True):
+    """A version that was due to be evaluated and could not be kept."""
+
+    lineage: int
+    version: int
+    reason: str
+
+
+class Retained(Message, frozen=True):
+    """All versions that the learner keeps for evaluations now, an absolute statement, and those it could not keep since the last one.
+
+    ``written`` is (lineage, version) of the newest weights it wrote, None before the first: what is older and not kept cannot be evaluated any more.
+    ``num_known`` counts the closed evaluations that it has heard of.
+    """
+
+    retained: list[RetainedVersion]
+    skipped: list[SkippedVersion] = []
+    written: tuple[int, int] | None = None
+    num_known: int = 0
+
+
 class Sync(Message, frozen=True):
     """Asks the buffer to make log and ledger durable against power loss."""
 
@@ -185,7 +215,7 @@ class Lease(msgspec.Struct, frozen=True):
     """The right to produce one group. ``members`` are the ones to play; ``finished`` the ones that are done already.
 
     ``sequence`` numbers training leases in admission order. The actor starts only when its sampler holds ``admit_version`` or newer of
-    ``lineage``, or any version of a later one.
+    ``lineage``, or any version of a later one. A lease to evaluate asks for exactly ``admit_version``, with weights of this ``digest``.
     ``seed`` is the environment's reset seed, shared by the group.
     """
 
@@ -200,6 +230,7 @@ class Lease(msgspec.Struct, frozen=True):
     members: list[int]
     admit_version: int
     finished: list[FinishedMember] = []
+    digest: str = ""
 
 
 class Leases(Message, frozen=True):
@@ -275,6 +306,29 @@ class Stop(Message, frozen=True):
     reason: str
 
 
+class Evaluation(msgspec.Struct, frozen=True):
+    """One evaluation: ``state`` is open, done, skipped or dropped, the last two for ``reason``. ``values`` are its metrics once it is done.
+
+    ``num_done`` of ``num_members`` trajectories are there. ``number`` counts closed evaluations in the order they closed, from 1; 0 while it is open.
+    """
+
+    lineage: int
+    version: int
+    state: str
+    reason: str = ""
+    num_members: int = 0
+    num_done: int = 0
+    values: dict[str, float] = {}
+    number: int = 0
+
+
+class Evaluations(Message, frozen=True):
+    """Answers :class:`Retained`: evaluations that are ``open``, and those ``closed`` beyond the ones the learner knew, in the order they closed."""
+
+    open: list[Evaluation]
+    closed: list[Evaluation]
+
+
 class PeerStatus(msgspec.Struct, frozen=True):
     """One peer as the buffer sees it. ``silent_s`` is the time since it last spoke."""
 
@@ -291,7 +345,7 @@ class StatusReply(Message, frozen=True):
     """State of the stream.
 
     ``groups`` counts train groups per state over the whole run; ``learner_waits_for`` is empty while it trains; ``holds_for`` says why the buffer takes
-    nothing in (disk full), and is empty while it does.
+    nothing in (disk full), and is empty while it does. ``evaluations`` are those open and, last, the one that closed last.
     """
 
     lineage: int
@@ -301,12 +355,27 @@ class StatusReply(Message, frozen=True):
     peers: list[PeerStatus]
     learner_waits_for: str
     holds_for: str = ""
+    evaluations: list[Evaluation] = []
 
 
 ClientMessage = (
-    Hello | Credit | Append | AskBlobs | PutBlob | FetchBlobs | Heartbeat | Release | PullBatch | Trained | Published | Sync | StatusRequest | Farewell
+    Hello
+    | Credit
+    | Append
+    | AskBlobs
+    | PutBlob
+    | FetchBlobs
+    | Heartbeat
+    | Release
+    | PullBatch
+    | Trained
+    | Published
+    | Retained
+    | Sync
+    | StatusRequest
+    | Farewell
 )
-ServerMessage = Welcome | Leases | Appended | LackedBlobs | Blobs | BatchReply | Wait | Acknowledged | Refused | Stop | StatusReply
+ServerMessage = Welcome | Leases | Appended | LackedBlobs | Blobs | BatchReply | Wait | Acknowledged | Refused | Stop | StatusReply | Evaluations
 
 
 M = TypeVar("M")

@@ -46,6 +46,7 @@ def check_config(config: Config) -> None:
         *_model(config),
         *_learning(config),
         *_advantages(config),
+        *_evaluation(config),
         *_endpoint(config),
         *_launcher(config),
     ]
@@ -68,11 +69,13 @@ def check_machine(run: Run) -> None:
             )
     files = run.config.weights.channel == "files"
     base = next(parent for parent in run.weights_folder.parents if parent.is_dir())
-    num_slots = 3 if files else run.config.actors.num + 2
+    retain = 0 if run.config.evaluation is None else run.config.evaluation.retain
+    num_slots = (3 if files else run.config.actors.num + 2) + retain
     needed, free = weights_bytes(config=run.config) * num_slots, os.statvfs(base)
     free_bytes = free.f_bavail * free.f_frsize
     if needed > free_bytes:
         why = f"{num_slots} versions" if files else f"{num_slots} slots for actors.num {run.config.actors.num}"
+        why += f" and evaluation.retain {retain}" if retain else ""
         remedy = f"free some, or enlarge it (mount -o remount,size=... {base}), use fewer actors, a smaller model, or weights.channel=files"
         raise ConfigError(
             f"{base} has {free_bytes / 2**20:,.0f} MiB free, the weights channel needs {needed / 2**20:,.0f} MiB ({why}); "
@@ -204,6 +207,24 @@ def _advantages(config: Config) -> Iterator[str]:
         )
     if loss.kl_in == "reward" and (loss.kl is None or loss.kl_is):
         yield f"learner.loss.kl_in reward with kl {loss.kl or 'null'} and kl_is {str(loss.kl_is).lower()}: it needs kl (k1 is the usual one), and kl_is false"
+
+
+def _evaluation(config: Config) -> Iterator[str]:
+    evaluation = config.evaluation
+    if evaluation is None:
+        return
+    ids = [env.id for env in evaluation.envs]
+    for env_id in sorted({env_id for env_id in ids if ids.count(env_id) > 1}):
+        yield f"evaluation.envs: {env_id} stands there {ids.count(env_id)} times; give it once, or register it under another id with other arguments"
+    if evaluation.k and (largest := max(evaluation.k)) > evaluation.samples:
+        yield (
+            f"evaluation.k asks for pass@{largest}, evaluation.samples {evaluation.samples} gives fewer trajectories per task; raise evaluation.samples to "
+            f"{largest} or leave {largest} out of evaluation.k"
+        )
+    longest, positions = config.evaluators().sampling.max_trajectory_tokens, _max_positions(config)
+    if positions is not None and longest > positions:
+        remedy = "raise model.max_positions or lower" if isinstance(config.model, TinyModel) else "lower"
+        yield f"evaluation.sampling.max_trajectory_tokens {longest} is longer than the model's {positions} positions; {remedy} it"
 
 
 def _endpoint(config: Config) -> Iterator[str]:

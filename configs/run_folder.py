@@ -10,6 +10,7 @@ model/               the starting policy as a Hugging Face folder
 checkpoints/v000000/ one folder per kept version
 config.before-NNN.yaml  what config.yaml was before lineage NNN began (a fork)
 metrics.jsonl        one object per policy version
+evaluations.jsonl    one object per evaluation that has closed, in the order they closed
 metrics.abandoned.jsonl  those of versions that a fork left behind; their checkpoints are in checkpoints/abandoned/
 tensorboard/         the same numbers
 logs/ROLE.log        what each process wrote
@@ -88,6 +89,11 @@ class Run:
     def metrics_path(self) -> Path:
         """One JSON object per policy version."""
         return self.folder / "metrics.jsonl"
+
+    @property
+    def evaluations_path(self) -> Path:
+        """One JSON object per evaluation that has closed."""
+        return self.folder / "evaluations.jsonl"
 
     @property
     def abandoned_metrics_path(self) -> Path:

@@ -192,15 +192,82 @@ class Actors(Section):
     """PyTorch threads of each actor."""
 
 
+# --- evaluation ---------------------------------------------------------------------------------------------------------------------
+
+
+class EvaluationSampling(Section):
+    """How tokens are drawn while evaluating; the training's settings have no say in it."""
+
+    temperature: float = Field(default=1.0, ge=0, le=100)
+    """Divides the logits before sampling; 0 always takes the most likely token."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Smallest set of tokens of this total probability is sampled from."""
+    top_k: int = Field(default=0, ge=0, le=MAX_TOKENS)
+    """Only the ``top_k`` most probable tokens are sampled from; 0 is all of them."""
+    max_turn_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
+    """Most tokens the policy may say in one turn; null is ``actors.sampling.max_turn_tokens``."""
+    max_trajectory_tokens: int | None = Field(default=None, ge=2, le=MAX_TOKENS)
+    """Most tokens of a whole episode; null is ``actors.sampling.max_trajectory_tokens``."""
+
+
+class EvaluatedEnv(Section):
+    """An environment that is evaluated on, where that is another than those trained on, or the same with other arguments."""
+
+    id: str
+    """Registered, versioned id, ``namespace/Name-vN``; see ``rollstream envs list``."""
+    kwargs: dict[str, Any] = Field(default={})
+    """Arguments of the environment's constructor, such as those that choose its test set."""
+
+
+class Evaluation(Section):
+    """Scores versions of the policy on tasks of their own while training goes on.
+
+    Each evaluation is pinned to one version: evaluators, processes beside the actors, play it with exactly those weights, which the learner keeps until it is
+    done. Training never waits for it: a version that finds no room to be kept is reported as skipped.
+    """
+
+    every: int = Field(default=20, ge=1, le=1_000_000_000)
+    """Version 0, the multiples of this and the last version are evaluated."""
+    tasks: int = Field(default=64, ge=1, le=1_000_000)
+    """Tasks of an evaluation, per environment: the same ones for every version."""
+    samples: int = Field(default=4, ge=1, le=32767)
+    """Trajectories per task."""
+    k: tuple[Annotated[int, Field(ge=1, le=32767)], ...] = (1,)
+    """The k of every pass@k that is reported; none is larger than ``samples``."""
+    success_at: float | None = None
+    """Reward from which on a trajectory counts as a success; null asks the environment's metric ``success``."""
+    envs: tuple[EvaluatedEnv, ...] = ()
+    """Environments to evaluate on, ``tasks`` of each; none means those that are trained on, with seeds and task numbers that training never uses."""
+    first_task: int = Field(default=1_000_000_000, ge=0, le=10**18)
+    """``task_index`` of the first task; the others follow. Environments with ``num_tasks`` take it modulo that."""
+    sampling: EvaluationSampling = EvaluationSampling()
+    num: int = Field(default=1, ge=1, le=1000)
+    """Evaluator processes."""
+    slots: int = Field(default=64, ge=1, le=65_536)
+    """Episodes each of them plays at once."""
+    device: Device | None = None
+    """Where the evaluators' samplers compute; null is ``actors.device``."""
+    num_threads: int = Field(default=1, ge=1, le=1024)
+    """PyTorch threads of each evaluator; they run at low priority."""
+    retain: int = Field(default=1, ge=1, le=64)
+    """Versions kept in shared memory for their evaluations at once; a version that finds no room is skipped."""
+    wait_s: Seconds = 120.0
+    """How long a run that has trained its last version waits for evaluations that are still open."""
+
+    def is_due(self, version: int, versions: int) -> bool:
+        """Whether ``version`` is evaluated in a run of ``versions``."""
+        return version % self.every == 0 or version == versions
+
+
 # --- run ----------------------------------------------------------------------------------------------------------------------------
 
 
 class LocalLauncher(Section):
-    """Starts the roles as processes on this machine; a dead actor or buffer is restarted up to ``max_restarts`` times."""
+    """Starts the roles as processes on this machine; a dead actor, evaluator or buffer is restarted up to ``max_restarts`` times."""
 
     kind: Literal["local"] = "local"
     max_restarts: int = Field(default=10, ge=0, le=1_000_000)
-    """Deaths of an actor or the buffer, each, that are answered by a restart."""
+    """Deaths of an actor, an evaluator or the buffer, each, that are answered by a restart."""
 
 
 class Resources(Section):
@@ -227,8 +294,9 @@ class RayLauncher(Section):
     buffer: Resources = Resources()
     learner: Resources = Resources()
     actor: Resources = Resources()
+    evaluator: Resources = Resources()
     max_restarts: int = Field(default=10, ge=0, le=1_000_000)
-    """Deaths of an actor or the buffer, each, that are answered by a restart; a lost node counts as one of each of its roles."""
+    """Deaths of an actor, an evaluator or the buffer, each, that are answered by a restart; a lost node counts as one of each of its roles."""
 
 
 def _kind_of(value: Any) -> str:
@@ -262,9 +330,25 @@ class Config(Section):
     weights: Weights = Weights()
     actors: Actors = Actors()
     learner: Learner
+    evaluation: Evaluation | None = None
+    """Evaluation while training goes on; null is none."""
     launcher: Launcher = LocalLauncher()
 
     @property
     def envs(self) -> tuple[Env, ...]:
         """The environments, however many there are."""
         return (self.env,) if isinstance(self.env, Env) else self.env
+
+    def evaluated_envs(self) -> dict[str, dict[str, Any]]:
+        """The environments that evaluations play, by id, with the arguments of their constructors."""
+        given = self.evaluation.envs if self.evaluation is not None else ()
+        return {env.id: env.kwargs for env in given or self.envs}
+
+    def evaluators(self) -> Actors:
+        """What an evaluator does where an actor reads ``actors``: the actors' settings with those that ``evaluation`` gives instead."""
+        evaluation, actors = self.evaluation, self.actors
+        assert evaluation is not None
+        lengths = {name: getattr(evaluation.sampling, name) or getattr(actors.sampling, name) for name in ("max_turn_tokens", "max_trajectory_tokens")}
+        own = {name: getattr(evaluation, name) for name in ("num", "slots", "num_threads")}
+        sampling = evaluation.sampling.model_copy(update=lengths)
+        return actors.model_copy(update={**own, "device": evaluation.device or actors.device, "sampling": sampling})

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from .. import models
+from ..buffer import wire
 from ..buffer.channels import publish_to
 from ..buffer.client import LearnerClient
 from ..buffer.curve import client_keys
@@ -22,6 +23,7 @@ from ..configs.run_folder import Run
 from ..errors import ConfigError, RoleFailed, StreamError
 from .alarms import check_alarms
 from .checkpoint import FIRST, Checkpoint, clear_leftovers, model_folder_of, newest_checkpoint, read_checkpoint, restore_training, write_checkpoint
+from .evaluations import Evaluations
 from .lora import AdaptersOff, adapt
 from .metrics import Counters, data_figures, row_of
 from .optimizer import optimizer_of
@@ -46,6 +48,7 @@ class BatchSource(Protocol):
     def trained(self, version: int) -> None: ...  # noqa: D102
     def published(self, version: int, digest: str) -> str: ...  # noqa: D102
     def sync(self) -> None: ...  # noqa: D102
+    def retained(self, statement: wire.Retained) -> wire.Evaluations: ...  # noqa: D102
     def status(self) -> StatusReply: ...  # noqa: D102
 
 
@@ -90,15 +93,17 @@ def learn_from(run: Run, source: BatchSource, stop: threading.Event) -> None:
     stepper = Stepper(held.policy, held.optimizer, run.config, reference_of(run, held.policy))
     tracker = Tracker(run.metrics_path, run.tensorboard_folder, held.version)
     publisher = Publisher(publish_to(run, run.config.actors.num), held.policy.model, model_folder_of(held.saved))
+    evaluations = Evaluations(run, source, publisher, tracker)
     counters = Counters(source.status)
     saving_s = 0.0
 
     def wait(reason: str) -> None:
         _tell(source, publisher)
+        evaluations.look()
         logger.debug("version=%d waiting_for=%s", held.version + 1, reason)
 
     try:
-        publisher.publish(held.lineage, held.version)
+        evaluations.publish(held.lineage, held.version)
         while held.version < config.versions:
             began = time.perf_counter()
             batch = source.pull(held.version + 1, wait, stop)
@@ -109,7 +114,7 @@ def learn_from(run: Run, source: BatchSource, stop: threading.Event) -> None:
             _advance(held, batch, done.update.stepped, config.alarms.max_skipped)
             source.trained(held.version)
             _tell(source, publisher)
-            publisher.publish(held.lineage, held.version)
+            evaluations.publish(held.lineage, held.version)
             ended = time.perf_counter()
             seconds = {"step": ended - began, "wait_batch": pulled - began, "prepare": prepare_s, "publish": publisher.copy_s}
             row = row_of(data, done, skipped=held.skipped, seconds=seconds | {"checkpoint": saving_s})
@@ -120,6 +125,8 @@ def learn_from(run: Run, source: BatchSource, stop: threading.Event) -> None:
                 held.saved = _save(run, held, source.sync)
                 saving_s = time.perf_counter() - ended
         _leave(run, held, source, publisher)
+        if held.version == config.versions:
+            evaluations.finish(stop)
     finally:
         publisher.close()
         tracker.close()

@@ -13,6 +13,7 @@ import logging
 import math
 import threading
 import time
+from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ import xxhash
 
 from ..buffer.channels import Publishing
 from ..buffer.manifest import ALIGNMENT, Manifest, WeightTensor
+from ..buffer.wire import SkippedVersion
 from ..errors import ConfigError
 from .lora import plain_state
 
@@ -49,14 +51,20 @@ class Publisher:
         self._running: Future[None] | None = None
         self._fencing = threading.Event()
         self._written: list[Manifest] = []
+        self._due: list[Manifest | SkippedVersion] = []
+        self.newest: tuple[int, int] | None = None
+        """Lineage and version of what was written last."""
         self.num_dropped = 0
         self.copy_s = 0.0
         """Seconds the last copy took, in its thread."""
 
-    def publish(self, lineage: int, version: int) -> None:
-        """Starts copying the weights as they are now. They must not change before :meth:`fence`."""
+    def publish(self, lineage: int, version: int, *, due: bool = False, last: bool = False) -> None:
+        """Starts copying the weights as they are now. They must not change before :meth:`fence`.
+
+        ``due`` says that this version is to be evaluated, so it is kept where there is room; ``last`` that no version comes after it.
+        """
         self.fence()
-        self._running = self._thread.submit(self._copy, lineage, version)
+        self._running = self._thread.submit(self._copy, lineage, version, due, last)
 
     def fence(self) -> None:
         """Returns once no copy runs: the weights may change.
@@ -78,6 +86,15 @@ class Publisher:
         done, self._written = self._written, []
         return done
 
+    def due(self) -> list[Manifest | SkippedVersion]:
+        """Versions to be evaluated that were kept, or could not be, since the last call."""
+        done, self._due = self._due, []
+        return done
+
+    def want(self, versions: Collection[tuple[int, int]]) -> None:
+        """Which kept (lineage, version) are still needed; the others go before the next is written."""
+        self._writer.retention.want(versions)
+
     def expect(self, num_readers: int) -> None:
         """How many actors read what is published from now on."""
         self._writer.expect(num_readers)
@@ -88,7 +105,7 @@ class Publisher:
         self._thread.shutdown(wait=True)
         self._writer.close()
 
-    def _copy(self, lineage: int, version: int) -> None:
+    def _copy(self, lineage: int, version: int, due: bool, last: bool) -> None:
         started = time.perf_counter()
         self._refresh()
         views = self._views if self._fixed else self._describe()
@@ -99,9 +116,15 @@ class Publisher:
             if self._fencing.wait(_ASK_AGAIN_S):
                 self.num_dropped += 1
                 logger.warning("version=%d published=false reason=%s dropped=%d", version, "readers hold every slot", self.num_dropped)
+                if due:
+                    self._due.append(SkippedVersion(lineage, version, "it was never published: readers held every slot of the weights channel"))
                 return
         self.copy_s = time.perf_counter() - started
         self._written.append(manifest)
+        if due:
+            retention = self._writer.retention
+            self._due.append(manifest if retention.keep(manifest, last=last) else SkippedVersion(lineage, version, retention.full))
+        self.newest = (lineage, version)
 
     def _describe(self) -> list[WeightTensor]:
         return [(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), _bytes_of(tensor)) for name, tensor in self._tensors.items()]

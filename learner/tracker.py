@@ -12,7 +12,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ class Tracker:
         self.earlier_s = float(last.get("time/wall_s", 0.0))
         """Seconds the run had taken up to ``version``."""
         self._started = time.monotonic()
+        self._first = version
         self._file = metrics_path.open("a", encoding="utf-8")
         tensorboard_folder.mkdir(parents=True, exist_ok=True)
         self._board: Any = EventFileWriter(str(tensorboard_folder), max_queue_size=100, flush_secs=5)
@@ -47,7 +48,28 @@ class Tracker:
         finite = {name: as_written(value) for name, value in values.items() if math.isfinite(value)}
         self._file.write(json.dumps({"version": version, "lineage": lineage, **finite}) + "\n")
         self._file.flush()
-        summary = _summaries.Summary(value=[_summaries.Summary.Value(tag=name, simple_value=float(value)) for name, value in finite.items()])
+        self._tell_board(version, finite)
+
+    def evaluated(self, path: Path, rows: Sequence[Mapping[str, Any]], *, anew: bool) -> None:
+        """Adds evaluations to their own file at ``path``, one object each, and what was measured to TensorBoard at the version it belongs to.
+
+        With ``anew`` the file is written from its beginning: the rows are all there are. TensorBoard is then told of those that it forgot at the start.
+        """
+        text = "".join(json.dumps({name: as_written(value) if isinstance(value, float) else value for name, value in row.items()}) + "\n" for row in rows)
+        if anew:
+            temporary = path.with_name(f".{path.name}.tmp")
+            temporary.write_text(text, encoding="utf-8")
+            temporary.replace(path)
+        else:
+            with path.open("a", encoding="utf-8") as file:
+                file.write(text)
+        for row in rows:
+            values = {name: value for name, value in row.items() if name.startswith("eval/")}
+            if values and (not anew or row["version"] > self._first):
+                self._tell_board(row["version"], values)
+
+    def _tell_board(self, version: int, values: Mapping[str, float]) -> None:
+        summary = _summaries.Summary(value=[_summaries.Summary.Value(tag=name, simple_value=float(value)) for name, value in values.items()])
         self._board.add_event(_events.Event(wall_time=time.time(), step=version, summary=summary))
 
     def close(self) -> None:

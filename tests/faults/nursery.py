@@ -29,11 +29,14 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from rollstream.actors.evaluator import evaluate
 from rollstream.actors.loop import act
 from rollstream.buffer.client import ActorClient, LearnerClient
+from rollstream.buffer.manifest import Manifest
 from rollstream.buffer.server import serve
 from rollstream.buffer.types import Batch, Trajectory
 from rollstream.buffer.weights import WeightsWriter
+from rollstream.buffer.wire import Retained, RetainedVersion, SkippedVersion
 from rollstream.configs.run_folder import ForkPoint, Run
 from rollstream.configs.schema import Config
 from rollstream.models import build_tiny_tokenizer
@@ -104,17 +107,19 @@ class Learner:
         self.version, self.weights, self.lineage = int(saved["version"]), str(saved["weights"]), int(saved.get("lineage", 0))
         self.client = LearnerClient(run.endpoint, run.run_id)
         self.writer: WeightsWriter | None = None
+        self.kept: dict[tuple[int, int], RetainedVersion] = {}
 
     def learn(self, stop: threading.Event) -> None:
         welcome = self.client.hello(self.version, self.lineage)
         assert welcome.version == self.version
         self.lineage = welcome.lineage
-        self.writer = WeightsWriter(self.run.weights_folder, 4)
+        evaluation = self.run.config.evaluation
+        self.writer = WeightsWriter(self.run.weights_folder, 4, evaluation.retain if evaluation is not None else 0)
         if not list(self.folder.glob("v*.json")):
             self.save()
         self.publish()
         while self.version < self.run.config.learner.versions and not stop.is_set():
-            batch = self.client.pull(self.version + 1, lambda reason: None, stop)
+            batch = self.client.pull(self.version + 1, lambda reason: self.tell_kept(), stop)
             if batch is None:
                 break
             content = content_of(batch)
@@ -136,6 +141,24 @@ class Learner:
         manifest = self.writer.write(self.lineage, self.version, [("weight", "uint8", values.shape, memoryview(values))])
         if manifest is not None:
             self.client.published(self.version, manifest.digest)
+            self.tell_kept(manifest)
+
+    def tell_kept(self, manifest: Manifest | None = None) -> None:
+        """As the learner does: keeps what is due, and says so."""
+        assert self.writer is not None
+        evaluation = self.run.config.evaluation
+        if evaluation is None:
+            return
+        skipped: list[SkippedVersion] = []
+        if manifest is not None and evaluation.is_due(manifest.version, self.run.config.learner.versions):
+            if self.writer.retention.keep(manifest):
+                self.kept[self.lineage, manifest.version] = RetainedVersion(self.lineage, manifest.version, manifest.digest)
+            else:
+                skipped.append(SkippedVersion(self.lineage, manifest.version, self.writer.retention.full))
+        reply = self.client.retained(Retained(list(self.kept.values()), skipped, (self.lineage, self.version)))
+        wanted = {(item.lineage, item.version) for item in reply.open}
+        self.kept = {key: value for key, value in self.kept.items() if key in wanted}
+        self.writer.retention.want(wanted)
 
     def save(self) -> None:
         path = self.folder / f"v{self.version:06d}.json"
@@ -163,6 +186,9 @@ def live(folder: Path, config: Config, run_id: str, command: dict[str, Any]) -> 
         failpoints.WINDOWS[command["die_at"]][1]()
     if command["role"] == "buffer":
         serve(run, stop)
+    elif command["role"] == "evaluator":
+        note_what_is_acknowledged(folder)
+        evaluate(run, command["name"], stop)
     elif command["role"] == "actor":
         note_what_is_acknowledged(folder)
         act(run, command["name"], stop)

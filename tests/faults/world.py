@@ -38,10 +38,11 @@ class World:
             "learner": {"versions": 1_000_000, "batch_groups": 2, "group_size": 2},
         }
         for name, values in settings.items():
-            sections[name] |= values
+            sections[name] = sections.get(name, {}) | values
         config = Config.model_validate({"name": "faults", "seed": seed, "imports": [str(HERE / "waiting_env.py")], **sections})
         self.run = Run(folder, config, f"faults-{folder}-{os.getpid()}")
         self.names = ["buffer", "learner", *(f"actor-{index}" for index in range(num_actors))]
+        self.names += [f"evaluator-{index}" for index in range(config.evaluation.num if config.evaluation is not None else 0)]
         self.pids: dict[str, int] = {}
         self._step_s = step_s
         (folder / "logs").mkdir(parents=True)

@@ -24,7 +24,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from rollstream.buffer.types import Batch, Segment, Trajectory, TrajectoryKey
 from rollstream.buffer.weights import WeightsReader
-from rollstream.buffer.wire import PeerStatus, StatusReply, Welcome
+from rollstream.buffer.wire import Evaluations, PeerStatus, Retained, StatusReply, Welcome
 from rollstream.configs.run_folder import Run
 from rollstream.configs.schema import Config
 from rollstream.errors import ConfigError, DataRefused, RoleFailed
@@ -109,6 +109,9 @@ class Recording:
 
     def sync(self) -> None:
         self.syncs += 1
+
+    def retained(self, statement: Retained) -> Evaluations:
+        raise AssertionError("this run evaluates nothing")
 
     def status(self) -> StatusReply:
         actor = PeerStatus("actor", "actor-0", 0.0, {"tokens": 10.0, "cpu_s": 2.0}, {}, "", 1)

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from rollstream import models
 from rollstream.buffer.types import Batch, Segment, Trajectory, TrajectoryKey
-from rollstream.buffer.wire import StatusReply, Welcome
+from rollstream.buffer.wire import Evaluations, Retained, StatusReply, Welcome
 from rollstream.configs.checks import check_config
 from rollstream.configs.learner_schema import Alarms, Learner
 from rollstream.configs.loader import load_config
@@ -88,6 +88,9 @@ class Recording:
 
     def sync(self) -> None:
         return
+
+    def retained(self, statement: Retained) -> Evaluations:
+        raise AssertionError("this run evaluates nothing")
 
     def status(self) -> StatusReply:
         return StatusReply(0, self.version, {}, {}, [], "")

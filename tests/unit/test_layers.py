@@ -21,8 +21,9 @@ ALLOWED = {
     "learner": {"models", "envs", "buffer", "configs", "errors"},
     "pretrained": {"models", "learner", "configs", "errors"},
     "tail": {"configs", "errors"},
-    "summary": {"tail", "buffer", "configs", "errors"},
-    "watch": {"tail", "buffer", "configs", "errors"},
+    "evaluation_lines": {"tail", "buffer", "configs"},
+    "summary": {"evaluation_lines", "tail", "buffer", "configs", "errors"},
+    "watch": {"evaluation_lines", "tail", "buffer", "configs", "errors"},
     "watchdog": {"buffer", "errors"},
     "processes": {"configs", "errors"},
     "supervisor": {"processes", "tail", "watch", "watchdog", "buffer", "configs", "errors"},
@@ -31,6 +32,10 @@ ALLOWED = {
     "ray_launcher": {"ray_keeper", "processes", "configs", "errors"},
     "roles": {"processes", "actors", "learner", "models", "envs", "buffer", "configs", "errors"},
     "run": {"ray_launcher", "forks", "supervisor", "processes", "watch", "models", "envs", "buffer", "configs", "errors"},
+    "evaluate_command": {
+        *("evaluation_lines", "log_command", "supervisor", "processes", "tail", "watch"),
+        *("envs", "buffer", "configs", "errors"),
+    },
     "log_command": {"models", "buffer", "configs", "errors"},
     "forks": {"buffer", "configs", "errors"},
     "options": set(),
@@ -38,7 +43,7 @@ ALLOWED = {
     "replay_command": {"learner", "envs", "buffer", "configs", "errors"},
     "role_commands": {"options", "by_hand", "run", "roles", "configs", "errors"},
     "cli": {
-        *("options", "role_commands", "models_command", "log_command", "replay_command", "pretrained", "run", "roles"),
+        *("options", "role_commands", "evaluate_command", "models_command", "log_command", "replay_command", "pretrained", "run", "roles"),
         *("tail", "watch", "summary", "models", "envs", "buffer", "configs", "errors"),
     },
 }
