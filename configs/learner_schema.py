@@ -55,6 +55,8 @@ class Advantage(Section):
     """Cap of vtrace on the ratio to the policy that sampled, in targets and advantages: it decides whose value is learned."""
     c_bar: Positive = 1.0
     """Cap of vtrace on the ratio along the trace: it decides how fast values are learned."""
+    bootstrap: bool = True
+    """What would follow an episode that was cut is worth its value to gae and vtrace; false: nothing. With gamma 1 a task without end has no finite value."""
     whiten: bool = False
     """Give the advantages of the tokens that train mean 0 and deviation 1 over the batch; mode whiten always does."""
     truncated: Literal["keep", "mask", "exclude"] = "keep"

@@ -82,7 +82,7 @@ def assign(flat: Flat, plan: Plan, loss: Loss, advantage: Advantage, scored: Sco
         own = walk.pad(plan.row_advantage[walk.token_row])
         found = TokenAdvantages(np.where(walk.mask, own + returns_to_go(penalty, walk.mask, gamma=advantage.gamma), 0.0))
     else:
-        after = np.zeros(len(walk.trajectories)) if scored.after is None else scored.after[walk.trajectories]
+        after = scored.after[walk.trajectories] if advantage.bootstrap and scored.after is not None else np.zeros(len(walk.trajectories))
         rewards = _placed(flat, plan, walk) + penalty
         prox = walk.pad(scored.prox)
         found = entry.function(TokenScores(rewards, walk.mask, walk.pad(flat.behaviour_logprobs), prox, values, after, advantage))

@@ -93,7 +93,11 @@ class Policy:
         inputs = _inputs(batch)
         if self.full_logits:
             seen: list[torch.Tensor] = []
-            hook = self.model.base_model.register_forward_hook(lambda _module, _arguments, output: seen.append(output.last_hidden_state[0]))
+
+            def see(_module: Any, _arguments: Any, output: Any) -> None:
+                seen.append(output.last_hidden_state[0])
+
+            hook = self.model.base_model.register_forward_hook(see)
             try:
                 with autocast(self.device, self._dtype):
                     logits = self.model(**inputs).logits[0]

@@ -87,7 +87,7 @@ class Stepper:
         if decided.staleness is not None and decided.staleness.dropped_tokens:
             logger.warning("version=%d dropped_stale_tokens=%d bound=%d", batch.version, decided.staleness.dropped_tokens, self.config.buffer.max_lag)
         warming_up = learner.value is not None and batch.version <= learner.value.warmup_versions
-        return replace(self.pack(flat, decided, bootstraps=self.policy.value_head is not None), values_alone=warming_up)
+        return replace(self.pack(flat, decided, bootstraps=self.policy.value_head is not None and learner.advantage.bootstrap), values_alone=warming_up)
 
     def pack(self, flat: Flat, decided: Plan, *, bootstraps: bool = False) -> Work:
         """The micro-batches of what ``decided`` trains of ``flat``; with ``bootstraps`` also fed what a value after a cut takes."""

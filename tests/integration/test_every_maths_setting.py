@@ -6,6 +6,8 @@ transformers for x, and autograd from x to the parameters; all of it in float64.
 
 from __future__ import annotations
 
+import copy
+import functools
 import importlib.util
 import itertools
 import json
@@ -110,11 +112,20 @@ def config_of(loss: dict[str, Any], advantage: dict[str, Any], updates: dict[str
     return config
 
 
+@functools.cache
+def loaded(folder: Path) -> Any:
+    return models.load_policy(folder, dtype=torch.float64)
+
+
+def fresh(folder: Path) -> Any:
+    return copy.deepcopy(loaded(folder))
+
+
 class Reference:
     """The same model twice, unpacked and in float64: as it is now, and as the batch found it."""
 
     def __init__(self, folder: Path, stepper: Stepper, batch: Batch) -> None:
-        self.live = models.load_policy(folder, dtype=torch.float64)
+        self.live = fresh(folder)
         self.head = None if stepper.policy.value_head is None else ValueHead(32).double()
         self.segments = [segment for trajectory in batch.trajectories for segment in trajectory.segments]
         self.stepper = stepper
@@ -231,7 +242,7 @@ RENAMED = {"kind": "loss", "agg_length": "length", "agg_const": "const"}
 def compare(tiny: Path, config: Config, seed: int) -> None:
     """Every update of one batch: what the step did against what the page says."""
     batch, learner = batch_of(seed), config.learner
-    model = models.load_policy(tiny, dtype=torch.float64)
+    model = fresh(tiny)
     torch.manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -240,7 +251,7 @@ def compare(tiny: Path, config: Config, seed: int) -> None:
     if learner.value is not None:
         head = ValueHead(32).double()
         torch.nn.init.normal_(head.weight, std=0.3)
-    first = models.load_policy(tiny, dtype=torch.float64).requires_grad_(False) if learner.loss.kl is not None else None
+    first = fresh(tiny).requires_grad_(False) if learner.loss.kl is not None else None
     optimizer = adamw(model.named_parameters(), [], rate=3e-3)
     if head is not None:
         add_value_head(optimizer, head, 1.0)

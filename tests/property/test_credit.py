@@ -148,6 +148,7 @@ def test_modes_per_token_equal_the_page_on_turns_segments_cuts_and_masks(mode: s
         lam=float(rng.choice([1.0, 0.8])),
         rho_bar=float(rng.choice([0.7, 1.0, 2.0])),
         c_bar=float(rng.choice([0.5, 1.0])),
+        bootstrap=bool(rng.random() < 0.7),
         whiten=bool(rng.random() < 0.3),
         overlong=Overlong(max_len=12, buffer=6) if rng.random() < 0.5 else None,
     )
@@ -159,7 +160,10 @@ def test_modes_per_token_equal_the_page_on_turns_segments_cuts_and_masks(mode: s
     assert scored.after is not None
     found = Slow(batch, decided.shaped_rewards.tolist())
     rewards = [[r + k for r, k in zip(*rows, strict=True)] for rows in zip(found.rewards, kl_rewards(found, scored, loss), strict=True)]
-    values, after = found.of(scored.values), [float(scored.after[number]) if cut else 0.0 for number, cut in zip(found.number, found.cut, strict=True)]
+    values, after = (
+        found.of(scored.values),
+        [float(scored.after[number]) if cut and config.bootstrap else 0.0 for number, cut in zip(found.number, found.cut, strict=True)],
+    )
     if mode == "gae":
         expected = slow.gae(rewards, values, found.mask, after, config.gamma, config.lam)
         targets = expected["returns"]
