@@ -44,13 +44,29 @@ def add_adapters(model: PreTrainedModel, lora: Lora, seed: int) -> None:
     config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, bias="none")  # pyright: ignore[reportArgumentType] - a float will do
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        inject_adapter_in_model(config, model, ADAPTER)
+        _inject(inject_adapter_in_model, config, model)
+    if (odd := set(targets) ^ set(adapted(model))) or (odd := {name for name, layer in adapted(model).items() if layer.r[ADAPTER] != lora.rank}):
+        raise ConfigError(f"learner.policy.lora: peft does not adapt {sorted(odd)[0]} of {type(model).__name__} as asked; choose other target_modules")
     for layer in adapted(model).values():
         if lora.dropout:
             layer.lora_dropout[ADAPTER] = _GradientDropout(lora.dropout)
     model.eval()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".lora_" in name)
+
+
+def _inject(inject: Callable[..., Any], config: Any, model: PreTrainedModel) -> None:
+    """Puts the adapters of ``config``, which names its targets in full, into ``model``.
+
+    peft rewrites the targets of some transformers models (fused experts); inside a module that is none of them it takes the names as they are.
+    """
+    names = sorted(config.target_modules)
+    shell = torch.nn.Module()
+    shell.add_module("shell", model)
+    config.target_modules = {f"shell.{name}" for name in names}
+    inject(config, shell, ADAPTER)
+    config.target_modules = set(names)
+    model.peft_config = {ADAPTER: config}
 
 
 class _GradientDropout(torch.nn.Module):
@@ -207,7 +223,7 @@ def adapt_as_saved(model: PreTrainedModel, folder: Path) -> None:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError:
         raise MissingExtra(f"{folder} holds adapters, which need peft, not installed here: pip install 'rollstream[lora]'") from None
-    inject_adapter_in_model(LoraConfig.from_pretrained(str(folder)), model, ADAPTER)
+    _inject(inject_adapter_in_model, LoraConfig.from_pretrained(str(folder)), model)
     load_adapters(model, folder)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import peft
 import pytest
 import torch
@@ -24,10 +25,11 @@ from rollstream.configs.loader import load_config
 from rollstream.configs.run_folder import Run
 from rollstream.errors import CheckpointError, ConfigError
 from rollstream.learner import lora
+from rollstream.learner.attention import layout_of
 from rollstream.learner.checkpoint import Checkpoint, newest_checkpoint, read_checkpoint
 from rollstream.learner.loop import learn_from, start
 from rollstream.learner.policy import Policy, policy_of
-from rollstream.learner.publisher import digest_of
+from rollstream.learner.publisher import digest_of, published_tensors
 from rollstream.learner.replay import replay
 from rollstream.pretrained import export
 
@@ -240,3 +242,30 @@ def test_adapters_get_the_gradient_of_the_merged_weights(tmp_path: Path, setting
         found = layer.lora_B["default"].weight.grad
         assert float((found - expected).norm()) <= tolerance * float(expected.norm()), name
         assert layer.base_layer.weight.grad is None
+
+
+@pytest.mark.parametrize("family", ["Qwen2.5", "Qwen3-MoE", "Llama", "Gemma 3, sliding windows", "DeepSeek-V3, latent attention and experts"])
+def test_merged_weights_of_every_architecture_go_out_under_the_names_a_sampler_holds(family: str, tmp_path: Path) -> None:
+    folder = beside("test_architectures").folder_of(family, tmp_path / "model")
+    model = models.load_policy(folder)
+    policy = Policy(model)
+    lora.add_adapters(model, Lora(rank=2, alpha=8.0), 0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_B" in name:
+                parameter.normal_(0.0, 0.3)
+    tensors = published_tensors(model, folder, lora.plain_state(model)[0])
+    plain = models.load_policy(folder)
+    missing, unexpected = plain.load_state_dict(tensors, strict=False)
+    assert not unexpected
+    assert all(name in tensors or "lm_head" in name or "embed" in name for name in missing), "only tied ones are left out"
+    plain.tie_weights()
+    ids = torch.arange(2, 20)[None]
+    with torch.no_grad():
+        positions = torch.arange(18)[None]
+        merged = plain(ids).logits
+        with lora.without_adapters(model):
+            base = policy.model(input_ids=ids, position_ids=positions, packed_layout=layout_of(np.array([18]), "cpu"), use_cache=False).logits
+        found = policy.model(input_ids=ids, position_ids=positions, packed_layout=layout_of(np.array([18]), "cpu"), use_cache=False).logits
+    assert float((found - base).abs().max()) > 0.05
+    assert torch.allclose(found, merged, atol=2e-4)
