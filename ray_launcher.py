@@ -7,6 +7,7 @@ that dies, alone or with its node, is made anew in its bundle, for which Ray fin
 from __future__ import annotations
 
 import shutil
+import socket
 import tempfile
 import time
 from collections.abc import Sequence
@@ -30,6 +31,7 @@ _OBJECTS_BYTES = 100_000_000
 _KILL_S = 5.0
 """How long a process that was ended by force may take to be told; its node does not answer then."""
 _EVERYWHERE = ("tcp://0.0.0.0:", "tcp://[::]:")
+_KNOCK_S = 5.0
 _CALLS = 4
 """Methods of a keeper that may run at once: one of them waits."""
 
@@ -134,8 +136,9 @@ class RayLauncher:
             self._start_own(include_dashboard=False, _temp_dir=str(self._own), **options, **quiet)
         else:
             try:
+                _knock(settings.address)
                 self.ray.init(address=settings.address, **quiet)
-            except (ConnectionError, RuntimeError, ValueError) as error:
+            except (OSError, RuntimeError, ValueError) as error:
                 reason = " ".join(str(error).split())[:200]
                 remedy = "start one (ray start --head), or leave the address out"
                 raise ConfigError(f"launcher.address {settings.address}: no Ray cluster can be joined there ({reason}); {remedy}") from None
@@ -361,6 +364,13 @@ class RayProcess:
 
     def _death(self, exit_code: int, message: str) -> Death:
         return Death(self.role.name, exit_code, message, time.monotonic() - self._since, exit_code=exit_code or 1)
+
+
+def _knock(address: str) -> None:
+    """Ray itself would go on asking for minutes. Raises :class:`OSError` where nobody listens."""
+    if address != "auto":
+        host, _, port = address.rpartition(":")
+        socket.create_connection((host.strip("[]"), int(port)), _KNOCK_S).close()
 
 
 def _words(resources: dict[str, float]) -> str:
