@@ -207,7 +207,10 @@ class Log:
         try:
             return from_frame(self.frame(location), location.checksum)
         except Corrupt as error:
-            raise Corrupt(f"{self.path(location.segment)} at {location.offset}: {error}; run `rollstream audit` for the extent") from error
+            raise Corrupt(
+                f"{self.path(location.segment)} at {location.offset}: {error}; `rollstream audit` tells the extent, "
+                "train --resume --fork goes on without these rows"
+            ) from error
 
     def is_sealed(self, segment: int) -> bool:
         """Whether a segment is no longer there as it was written, so that :meth:`frame` cannot give its bytes and :meth:`read` decodes them."""

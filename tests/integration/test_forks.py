@@ -15,9 +15,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from rollstream import cli
 from rollstream.buffer.audit import audit
+from rollstream.buffer.ledger import Ledger
+from rollstream.buffer.log import segment_path
 from rollstream.configs.loader import create_run, load_resumed, load_run
 from rollstream.configs.run_folder import Run
-from rollstream.errors import ConfigError, RunFolderError
+from rollstream.errors import ConfigError, Corrupt, RunFolderError
 from rollstream.forks import make_way, plan_fork
 from rollstream.learner.loop import learn_from
 from rollstream.summary import audit_lines
@@ -40,8 +42,10 @@ recorded_run = beside("recorded_run")
 def train(run: Run) -> list[str]:
     """Trains to the last version; what the buffer said of the digests."""
     stream = recorded_run.Stream(run)
-    learn_from(run, stream, threading.Event())
-    stream.close()
+    try:
+        learn_from(run, stream, threading.Event())
+    finally:
+        stream.close()
     return [note for note in stream.notes if note]
 
 
@@ -157,6 +161,26 @@ def test_a_fork_without_a_change_takes_the_newest_checkpoint_and_trains_its_grou
     report = audit(folder)
     assert (report.closes, report.problems, report.lineage) == (True, [], 1)
     assert report.counts["trained"] == 12
+
+
+def test_a_fork_goes_on_where_recorded_rows_are_damaged_and_plays_only_those_again(folder: Path) -> None:
+    ledger = Ledger(folder / "ledger.sqlite", None, read_only=True)
+    batch = ledger.batch(0, 6)
+    assert batch is not None
+    location = ledger.append(ledger.members(batch.groups[0])[0].append_id)[0]
+    ledger.close()
+    segment = segment_path(folder / "stream", location.segment)
+    data = bytearray(segment.read_bytes())
+    data[location.offset + location.size_bytes // 2] ^= 1
+    segment.write_bytes(data)
+    shutil.rmtree(folder / "checkpoints" / "v000006")
+    with pytest.raises(Corrupt):
+        train(load_run(folder))
+    train(fork(folder))
+    report = audit(folder)
+    assert (report.closes, report.version, report.lineage, report.duplicates) == (True, 6, 1, 0)
+    (problem,) = report.problems
+    assert f"{segment.name} at {location.offset}" in problem, "the damage itself stays visible, and nothing else is wrong"
 
 
 def test_what_a_fork_cannot_do_is_refused_and_nothing_is_changed(folder: Path) -> None:
