@@ -86,10 +86,22 @@ def scoring_config(run: Run, checkpoint: Path, overrides: Sequence[str]) -> Conf
             raise ConfigError(f"{override}: only evaluation.* can be changed here; everything else is as the run was trained")
     folder = run.folder / "evaluations"
     name = next(name for place in itertools.count(1) if not (folder / (name := f"{checkpoint.name}-{place}")).exists())
-    own = [f"name={name}", f"folder={json.dumps(str(folder))}", f"model={json.dumps({'kind': 'folder', 'path': str(checkpoint / 'model')})}"]
+    own = [f"name={name}", f"folder={json.dumps(str(folder))}", f"model={json.dumps({'kind': 'folder', 'path': str(policy_folder(run, checkpoint))})}"]
     own += ["warmup=null", "buffer.endpoint=ipc", "weights.channel=shm"]
     section = [] if run.config.evaluation is not None else ["evaluation={}"]
     return load_config(run.config_path, [*own, *section, *overrides])
+
+
+def policy_folder(run: Run, checkpoint: Path) -> Path:
+    """The Hugging Face folder of the policy in ``checkpoint``; adapters are merged into one of their own first, which stays for the next time."""
+    if not (checkpoint / "adapter").is_dir():
+        return checkpoint / "model"
+    from .pretrained import export
+
+    merged = run.folder / "evaluations" / "merged" / checkpoint.name
+    if not merged.is_dir():
+        export(run.checkpoints_folder, int(checkpoint.name[1:]), merged)
+    return merged
 
 
 def lines(scored: Scored) -> Iterator[str]:

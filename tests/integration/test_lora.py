@@ -24,6 +24,7 @@ from rollstream.configs.learner_schema import Lora
 from rollstream.configs.loader import load_config
 from rollstream.configs.run_folder import Run
 from rollstream.errors import CheckpointError, ConfigError
+from rollstream.evaluate_command import policy_folder
 from rollstream.learner import lora
 from rollstream.learner.attention import layout_of
 from rollstream.learner.checkpoint import Checkpoint, newest_checkpoint, read_checkpoint
@@ -159,6 +160,12 @@ def test_an_export_is_a_plain_folder_of_the_merged_policy_and_an_adapter_one_tha
     assert torch.allclose(logits(plain), live, atol=1e-5)
     base = models.load_policy(newest_model(run))
     assert torch.allclose(logits(peft.PeftModel.from_pretrained(base, tmp_path / "adapter")), live, atol=1e-6)
+
+
+def test_an_evaluation_scores_the_merged_policy(run: Run) -> None:
+    folder = policy_folder(run, run.checkpoints_folder / "v000004")
+    assert policy_folder(run, run.checkpoints_folder / "v000004") == folder
+    assert torch.allclose(logits(models.load_policy(models.check_model_folder(folder))), logits(start(run, threading.Event()).policy.model), atol=1e-5)
 
 
 def test_adapters_are_asked_of_a_run_that_has_none_in_vain(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ ALLOWED = {
     "roles": {"processes", "actors", "learner", "models", "envs", "buffer", "configs", "errors"},
     "run": {"ray_launcher", "forks", "supervisor", "processes", "watch", "models", "envs", "buffer", "configs", "errors"},
     "evaluate_command": {
+        "pretrained",
         *("evaluation_lines", "log_command", "supervisor", "processes", "tail", "watch"),
         *("envs", "buffer", "configs", "errors"),
     },
