@@ -96,7 +96,7 @@ def _facts(run: Run, ending: Ending, rows: Sequence[Row], report: AuditReport | 
         yield f"success ≥ {THRESHOLD}", f"from version {row['version']} on (mean of {SMOOTH}){at}"
     yield from evaluation_lines.facts(run, 0 if report is None else report.evaluations.get("open", 0))
     lags = [float(row["train/lag_max"]) for row in rows if row.get("train/lag_max") is not None]
-    drops = sum(float(row.get("train/age_drops") or 0) for row in rows)
+    drops = report.num_age_drops if report is not None else sum(float(row.get("train/age_drops") or 0) for row in rows)
     yield "lag trained", f"at most {max(lags, default=0):.0f} of {run.config.buffer.max_lag} allowed; {drops:.0f} dropped for age"
     if report is not None:
         in_flight = sum(report.counts[state] for state in ("open", "ready", "assigned"))

@@ -59,7 +59,7 @@ def entries(batch: pa.RecordBatch, shared: Mapping[int, int] = MappingProxyType(
     lineages = column["lineage"].to_pylist()
     for key, lineage, values, length, runs in zip(keys, lineages, own, lengths, sampled, strict=True):
         if key not in found:
-            found[key] = Entry(*values[:3], dict(values[3]), *values[4:], [])
+            found[key] = Entry._make((*values[:3], dict(values[3]), *values[4:], []))
         fork = shared.get(lineage)
         found[key].segments.append((length, runs if fork is None else [(folded(version, version, fork), count) for version, count in runs]))
     return found
