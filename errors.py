@@ -18,6 +18,7 @@
     ├── DataRefused (ValueError)            a batch that must not train, naming the trajectory
     ├── CheckpointError (RuntimeError)      a checkpoint that is missing or damaged, naming the last good one
     └── RoleFailed (RuntimeError)           a role process ended the run
+        └── RankFailed                      another rank of the learner failed, and this one ended with it
 
 Each class is also the standard exception a caller would expect, and pickles. A message gives the value, the bound and
 the remedy, in one line.
@@ -37,6 +38,7 @@ __all__ = [
     "EnvError",
     "InfraError",
     "MissingExtra",
+    "RankFailed",
     "Refused",
     "RoleFailed",
     "RollstreamError",
@@ -145,6 +147,10 @@ class CheckpointError(RollstreamError, RuntimeError):
 
 class RoleFailed(RollstreamError, RuntimeError):
     """A role process ended and took the run with it; the message is that role's own error."""
+
+
+class RankFailed(RoleFailed):
+    """Another rank of the learner failed or is gone, and this one cannot go on: the other one's own error says why."""
 
 
 def describe(error: BaseException) -> str:

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Literal, Protocol, Self, cast
 
+from .configs.learner_schema import FsdpPolicy
 from .configs.run_folder import Run
 from .configs.schema import Config
 from .errors import RoleFailed, describe
@@ -32,19 +33,23 @@ STOP_GRACE_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """One process a run consists of. ``num_threads`` is how many threads its numerical libraries may use."""
+    """One process a run consists of. ``num_threads`` is how many threads its numerical libraries may use; ``rank`` counts the learner's processes."""
 
     kind: RoleName
     name: str
     num_threads: int = 1
+    rank: int = 0
 
 
 def roles_of(config: Config) -> list[Role]:
     """Every process of a run, in the order in which they are started."""
     actors = [Role("actor", f"actor-{index}", config.actors.num_threads) for index in range(config.actors.num)]
+    policy = config.learner.policy
+    num_ranks = policy.ranks if isinstance(policy, FsdpPolicy) else 1
+    learners = [Role("learner", f"learner-{rank}" if rank else "learner", config.learner.num_threads, rank) for rank in range(num_ranks)]
     evaluation = config.evaluation
     evaluators = [Role("evaluator", f"evaluator-{index}", evaluation.num_threads) for index in range(evaluation.num)] if evaluation is not None else []
-    return [Role("buffer", "buffer"), Role("learner", "learner", config.learner.num_threads), *actors, *evaluators]
+    return [Role("buffer", "buffer"), *learners, *actors, *evaluators]
 
 
 def scoring_roles_of(config: Config) -> list[Role]:
@@ -212,6 +217,7 @@ class RoleProcess:
         command = [sys.executable, "-P", "-m", "rollstream", self.role.kind, str(self.run.folder), "--id", self.role.name, "--supervised"]
         if self._address is not None:
             command += ["--endpoint", self._address]
+        command += ["--rank", str(self.role.rank)] if self.role.rank else []
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=self._environment(), cwd=self._folder, start_new_session=True, close_fds=True

@@ -27,17 +27,23 @@ def buffer(run: RunArgument, name: IdOption = None, supervised: SupervisedOption
 @app.command()
 def learner(
     run: RunArgument,
+    rank: Annotated[int, typer.Option("--rank", metavar="R", min=0, help="Which of the learner.policy.ranks this process is, counted from 0.")] = 0,
     name: IdOption = None,
     endpoint: EndpointOption = None,
     keys: KeysOption = None,
     supervised: SupervisedOption = False,
     debug: DebugOption = False,
 ) -> int:
-    """Run the learner of a run by hand."""
+    """Run the learner of a run by hand: one process per rank.
+
+    \b
+    Example:
+      rollstream learner runs/mine --rank 0 & rollstream learner runs/mine --rank 1
+    """
     from .roles import run_role
 
     del debug
-    return run_role("learner", run, name or "learner", supervised=supervised, address=endpoint, keys=keys)
+    return run_role("learner", run, name or (f"learner-{rank}" if rank else "learner"), supervised=supervised, rank=rank, address=endpoint, keys=keys)
 
 
 @app.command()

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import NoReturn, cast
 
 from .buffer.weights import remove_weights
+from .configs.learner_schema import FsdpPolicy
 from .configs.loader import load_run
 from .configs.run_folder import Run
 from .configs.schema import Config
@@ -36,13 +37,13 @@ _ADDRESS = re.compile(r"tcp://([\w.-]+|\[[\da-fA-F:.]+\]):\d{1,5}")
 _PEER_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
-def run_role(role: RoleName, folder: Path, name: str, *, supervised: bool, address: str | None = None, keys: Path | None = None) -> int:
+def run_role(role: RoleName, folder: Path, name: str, *, supervised: bool, rank: int = 0, address: str | None = None, keys: Path | None = None) -> int:
     """Runs one role of the run in ``folder`` until its work is done or somebody stops it.
 
     ``address`` and ``keys`` are for a machine that reaches the buffer from outside: where, and with which copy of the run's client keys.
 
-    ``name`` labels the process in logs and to the buffer. SIGTERM, SIGINT and, when ``supervised``, the end of standard input set the stop event
-    that the role's loop watches; a second SIGINT ends it at once. Raises what the role raised, after recording it for the supervisor.
+    ``name`` labels the process in logs and to the buffer; ``rank`` is that of a learner. SIGTERM, SIGINT and, when ``supervised``, the end of standard
+    input set the stop event that the role's loop watches; a second SIGINT ends it at once. Raises what the role raised, after recording it for the supervisor.
     """
     if not _PEER_ID.fullmatch(name):
         raise ConfigError(f"--id {name!r} must be 1 to 64 letters, digits, '.', '_' or '-', such as actor-1")
@@ -57,7 +58,7 @@ def run_role(role: RoleName, folder: Path, name: str, *, supervised: bool, addre
             threading.Thread(target=_stop_when_orphaned, args=(stop, role, run), name="orphan-watch", daemon=True).start()
         _logger.info("event=started pid=%d run=%s", os.getpid(), run.run_id)
         load_imports(run.config.imports)
-        _main_of(role, run, name)(stop)
+        _main_of(role, run, name, rank)(stop)
     except Exception as error:
         cause = root_cause(error)
         if supervised:
@@ -92,6 +93,9 @@ def probe(config: Config) -> None:
     from .learner.objective import Objective
     from .learner.token_advantages import check_mode
 
+    policy, device = config.learner.policy, config.learner.device
+    if isinstance(policy, FsdpPolicy) and device == "cuda" and (found := torch.cuda.device_count()) < policy.ranks:
+        raise ConfigError(f"learner.policy.ranks {policy.ranks} with learner.device cuda: each rank needs a GPU, this machine has {found}; lower ranks")
     Objective(config.learner.loss)
     check_mode(config.learner)
     devices = {"learner.device": config.learner.device, "actors.device": config.actors.device}
@@ -104,7 +108,7 @@ def probe(config: Config) -> None:
             raise ConfigError(f"{key} {name!r} cannot be used: {str(error).splitlines()[0]}; use cpu, or a device this machine has") from None
 
 
-def _main_of(role: RoleName, run: Run, name: str) -> Callable[[threading.Event], None]:
+def _main_of(role: RoleName, run: Run, name: str, rank: int) -> Callable[[threading.Event], None]:
     """The blocking loop of a role. Imports it here, so that each process loads only what it needs."""
     if role == "buffer":
         from .buffer.server import serve
@@ -117,7 +121,7 @@ def _main_of(role: RoleName, run: Run, name: str) -> Callable[[threading.Event],
 
         torch.set_num_threads(run.config.learner.num_threads)
         probe(run.config)
-        return lambda stop: learn(run, stop)
+        return lambda stop: learn(run, stop, rank)
     if role == "scorer":
         from .learner.scorer import score
 

@@ -5,7 +5,8 @@ waits for   a tenth of a second, again and again
 released by the learner's end (last version, or its failure), Ctrl-C, SIGTERM
 produces    role processes, restarts; at the end an :class:`Outcome`, and no process, socket or shared memory
 
-A dead actor, evaluator or buffer is started again, the learner never; without an evaluator training goes on.
+A dead actor, evaluator or buffer is started again, the learner never: the death of any of its ranks ends the run with that rank's error on top. Without an
+evaluator training goes on.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ HEALTHY_AFTER_S = 60.0
 """A process that lived this long starts its delays anew."""
 BUFFER_GRACE_S = 8.0
 """Of the time to stop in order, what is kept for the buffer, which goes last."""
+RANK_GRACE_S = 5.0
+"""How long the ranks of a learner have to end after one of them failed, before they are ended by force."""
 STATUS_TIMEOUT_S = 0.3
 ABORT_GRACE_S = 3.0
 """How long a silent actor may take to write where it was."""
@@ -103,6 +106,7 @@ class Supervisor:
         self._phase = "running"
         self._notices: list[str] = []
         self._failure: RollstreamError | None = None
+        self._ranks: list[tuple[float, Death]] = []
         self._finished = False
         self._watchdog = Watchdog(run.config.buffer.lease_timeout_s)
         self._aborted_at: dict[str, float] = {}
@@ -137,6 +141,7 @@ class Supervisor:
         self._collect()
         for text in self._launcher.news():
             self._notice(text)
+        self._judge_learner()
         self._start_due()
         self._show()
         time.sleep(POLL_S)
@@ -153,12 +158,7 @@ class Supervisor:
             self._failure = None if self._finished else death.error()
             return
         if process.role.kind == "learner":
-            version, last = last_version(self._run.metrics_path), self._run.config.learner.versions
-            self._finished = death.returncode == 0 and version >= last
-            if death.returncode != 0:
-                self._failure = death.error()
-            elif not self._finished:
-                self._failure = RoleFailed(f"learner: was told to stop at version {version} of {last} by somebody else; go on with --resume")
+            self._ranks.append((time.monotonic(), death))
             return
         self._watchdog.forget(process.role.name)
         self._aborted_at.pop(process.role.name, None)
@@ -173,6 +173,24 @@ class Supervisor:
             return
         delay_s = restarts.plan(death, time.monotonic())
         self._notice(f"{process.role.name} died: {death.message}; starting it again in {delay_s:g} s")
+
+    def _judge_learner(self) -> None:
+        """The learner's end, once it is clear: all of its ranks ended, or one failed. Those that only miss another one wait a moment for its own error."""
+        if not self._ranks:
+            return
+        failed = [death for _, death in self._ranks if death.returncode != 0]
+        alive = [process for process in self._processes if process.role.kind == "learner" and process.alive]
+        if failed:
+            own = [death for death in failed if "RankFailed" not in death.families]
+            if own or not alive or time.monotonic() - self._ranks[0][0] > RANK_GRACE_S:
+                self._failure = (own or failed)[0].error()
+                began = time.monotonic()
+                self._end(alive, ask_at=began, deadline=began + RANK_GRACE_S)
+        elif not alive:
+            version, last = last_version(self._run.metrics_path), self._run.config.learner.versions
+            self._finished = version >= last
+            if not self._finished:
+                self._failure = RoleFailed(f"learner: was told to stop at version {version} of {last} by somebody else; go on with --resume")
 
     def _start_due(self) -> None:
         now = time.monotonic()

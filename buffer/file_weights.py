@@ -36,6 +36,7 @@ from .manifest import (
     WeightTensor,
     check_layout,
     check_owner,
+    content_of,
     layout_of,
     lock_writer,
     read_current,
@@ -147,8 +148,8 @@ class FileWriter:
 def _fill(file: BinaryIO, layout: Sequence[TensorSpec], tensors: Sequence[WeightTensor]) -> str:
     """Writes the bytes and returns their digest."""
     hasher = xxhash.xxh3_128()
-    for spec, (_, _, _, content) in zip(layout, tensors, strict=True):
-        source = np.frombuffer(content, dtype=np.uint8)
+    for spec, tensor in zip(layout, tensors, strict=True):
+        source = np.frombuffer(content_of(tensor), dtype=np.uint8)
         for start in range(0, spec.size_bytes, BLOCK_BYTES):
             _put(file, hasher, source[start : start + BLOCK_BYTES].data)
         _put(file, hasher, memoryview(bytes(round_up(spec.size_bytes, ALIGNMENT) - spec.size_bytes)))

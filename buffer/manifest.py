@@ -5,9 +5,10 @@ from __future__ import annotations
 import errno
 import fcntl
 import logging
+import math
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -21,8 +22,10 @@ ALIGNMENT = 64
 BLOCK_BYTES = 1 << 20
 """Copied and hashed at a time: the hash then reads what the copy left in the cache."""
 
-WeightTensor = tuple[str, str, tuple[int, ...], memoryview]
-"""Name, dtype, shape, contiguous bytes."""
+WeightTensor = tuple[str, str, tuple[int, ...], memoryview | Callable[[], memoryview]]
+"""Name, dtype, shape, contiguous bytes; or what gives the bytes, called once, in the order of the tensors, when they are about to be copied."""
+
+_ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "uint8": 1, "int8": 1, "bool": 1}
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
@@ -59,9 +62,15 @@ def layout_of(tensors: Sequence[WeightTensor]) -> list[TensorSpec]:
     specs: list[TensorSpec] = []
     offset = 0
     for name, dtype, shape, content in tensors:
-        specs.append(TensorSpec(name, dtype, tuple(shape), offset, content.nbytes))
-        offset += round_up(content.nbytes, ALIGNMENT)
+        size_bytes = math.prod(shape) * _ITEM_BYTES[dtype] if callable(content) else content.nbytes
+        specs.append(TensorSpec(name, dtype, tuple(shape), offset, size_bytes))
+        offset += round_up(size_bytes, ALIGNMENT)
     return specs
+
+
+def content_of(tensor: WeightTensor) -> memoryview:
+    """The bytes of a tensor."""
+    return tensor[3]() if callable(tensor[3]) else tensor[3]
 
 
 def size_of(layout: Sequence[TensorSpec]) -> int:

@@ -35,6 +35,7 @@ from .manifest import (
     WeightTensor,
     check_layout,
     check_owner,
+    content_of,
     layout_of,
     lock_writer,
     read_current,
@@ -198,8 +199,8 @@ class WeightsWriter:
         self._maps[slot][:_STAMP_BYTES] = bytes(_STAMP_BYTES)
         into = np.frombuffer(self._maps[slot], dtype=np.uint8, offset=_HEADER_BYTES, count=self._size)
         hasher = xxhash.xxh3_128()
-        for spec, (_, _, _, content) in zip(self._layout, tensors, strict=True):
-            source = np.frombuffer(content, dtype=np.uint8)
+        for spec, tensor in zip(self._layout, tensors, strict=True):
+            source = np.frombuffer(content_of(tensor), dtype=np.uint8)
             end = spec.offset + round_up(spec.size_bytes, ALIGNMENT)
             for start in range(0, max(spec.size_bytes, 1), BLOCK_BYTES):
                 stop = min(start + BLOCK_BYTES, spec.size_bytes)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ..errors import ConfigError
+from .learner_schema import FsdpPolicy, SinglePolicy
 from .run_folder import Run
 from .schema import Config, Env, FolderModel, RayLauncher, TinyModel
 
@@ -42,6 +43,7 @@ def check_config(config: Config) -> None:
         *_staleness(config),
         *_waits(config),
         *_lengths(config),
+        *_ranks(config),
         *_sampling(config),
         *_model(config),
         *_learning(config),
@@ -170,7 +172,7 @@ def _learning(config: Config) -> Iterator[str]:
             "every advantage would be 0; use group_size >= 2, or advantage.mode gae, vtrace or whiten"
         )
     policy = config.learner.policy
-    if policy.lora is not None and policy.lora.dropout and policy.activation_checkpointing:
+    if isinstance(policy, SinglePolicy) and policy.lora is not None and policy.lora.dropout and policy.activation_checkpointing:
         yield (
             f"learner.policy.lora.dropout {policy.lora.dropout} with learner.policy.activation_checkpointing: layers computed again would drop other inputs; "
             "set dropout 0, or activation_checkpointing false"
@@ -225,6 +227,21 @@ def _evaluation(config: Config) -> Iterator[str]:
     if positions is not None and longest > positions:
         remedy = "raise model.max_positions or lower" if isinstance(config.model, TinyModel) else "lower"
         yield f"evaluation.sampling.max_trajectory_tokens {longest} is longer than the model's {positions} positions; {remedy} it"
+
+
+def _ranks(config: Config) -> Iterator[str]:
+    policy, learner = config.learner.policy, config.learner
+    if not isinstance(policy, FsdpPolicy):
+        return
+    if policy.ranks > (num := learner.batch_groups * learner.group_size):
+        yield (
+            f"learner.policy.ranks {policy.ranks} is larger than the {num} trajectories of a batch (learner.batch_groups {learner.batch_groups} times "
+            f"learner.group_size {learner.group_size}): a trajectory is computed by one rank, so some would never have any; lower it to {num} or less"
+        )
+    if policy.ranks > 1 and learner.device.startswith("cuda:"):
+        yield f"learner.device {learner.device} with learner.policy.ranks {policy.ranks}: ranks need a GPU each; say cuda, and rank r takes cuda:r"
+    if policy.ranks > 1 and isinstance(config.launcher, RayLauncher):
+        yield f"launcher.kind ray with learner.policy.ranks {policy.ranks}: ranks meet on one machine, Ray may place them on several; use kind local"
 
 
 def _endpoint(config: Config) -> Iterator[str]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal, cast
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from .section import MAX_TOKENS, MAX_VERSIONS, Device, Fraction, Positive, Rate, Section
 
@@ -193,6 +193,32 @@ class SinglePolicy(PolicySettings):
     """Train low-rank adapters instead of the weights; null trains the weights."""
 
 
+class FsdpPolicy(PolicySettings):
+    """The policy sharded over ``ranks`` processes with PyTorch's FSDP2: each computes its own rows and holds its share of weights and optimiser.
+
+    With ``reshard_after_forward`` a layer's weights are gathered anew for the backward pass, without it they stay from the first micro-batch of a step to
+    the last. ``reduce: step`` adds up whole gradients on every rank and exchanges them once; ``reduce: micro_batch`` exchanges each time and keeps shares.
+    """
+
+    kind: Literal["fsdp"]
+    ranks: int = Field(ge=1, le=64)
+    """Processes the policy is sharded over, all on this machine."""
+    reshard_after_forward: bool = True
+    """Gather a layer's weights again for its backward pass: less memory, more traffic."""
+    reduce: Literal["step", "micro_batch"] = "step"
+    """Exchange gradients once per optimiser step, or after every micro-batch: less memory, more traffic."""
+    start_timeout_s: Positive = 120.0
+    """How long the ranks wait for one another at the start."""
+
+
+def _with_kind(value: object) -> object:
+    """Settings that name no kind are of the default one."""
+    return {"kind": "single", **cast("dict[str, object]", value)} if isinstance(value, dict) and "kind" not in value else value
+
+
+Policy = Annotated[SinglePolicy | FsdpPolicy, Field(discriminator="kind"), BeforeValidator(_with_kind)]
+
+
 class Updates(Section):
     """How many optimiser updates one batch gives: ``mini_batches`` shares of whole groups, gone through ``epochs`` times. Together they make one version."""
 
@@ -256,7 +282,7 @@ class Learner(Section):
     """A learned value head, which advantage modes gae and vtrace need; null is none."""
     optimizer: Optimizer = Optimizer()
     updates: Updates = Updates()
-    policy: SinglePolicy = SinglePolicy()
+    policy: Policy = SinglePolicy()
     checkpoint: Checkpoint = Checkpoint()
     alarms: Alarms = Alarms()
     tokens_per_micro_batch: int = Field(default=16384, ge=1, le=100_000_000)

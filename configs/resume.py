@@ -23,6 +23,8 @@ FIXED = (
     *("buffer.depth", "buffer.max_lag", "buffer.degenerate", "buffer.max_refill"),
 )
 """Keys and sections that a resumed run keeps."""
+LAYOUT = tuple(f"learner.policy.{name}" for name in ("ranks", "reshard_after_forward", "reduce", "start_timeout_s"))
+"""Keys inside them that may change all the same: how the policy is spread over processes."""
 
 
 def resumed_config(given: Config, recorded: Config, overrides: Iterable[str], *, fork: bool = False) -> Config:
@@ -32,6 +34,10 @@ def resumed_config(given: Config, recorded: Config, overrides: Iterable[str], *,
     """
     asked = [override.partition("=")[0] for override in overrides]
     wanted, kept = given.model_dump(), recorded.model_dump()
+    if _get(wanted, "learner.policy.kind") == _get(kept, "learner.policy.kind"):
+        for path in LAYOUT:
+            if _get(wanted, path) is not None:
+                _set(kept, path, _get(wanted, path))
     for path in LASTING if fork else FIXED:
         changed = [leaf for leaf in _leaves(path, _get(kept, path), _get(wanted, path)) if any(_covers(key, leaf) for key in asked)]
         for leaf in changed:

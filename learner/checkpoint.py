@@ -4,7 +4,8 @@
         manifest.json    version, lineage, settings, progress; size and xxh3-128 of every other file
         model/           a complete Hugging Face folder: configuration, safetensors, tokenizer
         adapter/         with learner.policy.lora: the adapters; model/ is then their base, in version 0 alone, which the others name with its digest
-        training.pt      optimiser and random-number state, the value head where there is one (tensors and plain values only: read with weights_only)
+        training.pt      optimiser and random-number state (tensors and plain values only: read with weights_only)
+        shards/          with several ranks: the optimiser's moments instead, a file per rank, for any number of ranks (see :mod:`.dcp`)
 
 A checkpoint is written under ``.v000050.tmp``, flushed to disk file by file, and takes its name by one rename after the buffer flushed log and ledger
 too: a folder without a dot is complete, whatever was killed when. The newest ``keep_last`` stay, with ``keep_every`` its multiples too, version 0 only
@@ -14,25 +15,20 @@ Leftovers with a dot are cleared at the next start.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 import xxhash
 
-from ..errors import CheckpointError
-from .lora import save_model
-from .value import ValueHead
-
-if TYPE_CHECKING:
-    from ..models import PreTrainedModel, PreTrainedTokenizerFast
+from ..errors import CheckpointError, RollstreamError
 
 logger = logging.getLogger(__name__)
 
@@ -64,39 +60,49 @@ class Checkpoint:
         return folder if folder.is_dir() else None
 
 
-def write_checkpoint(
-    checkpoints: Path,
-    *,
-    version: int,
-    lineage: int,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerFast,
-    optimizer: torch.optim.Optimizer,
-    value_head: ValueHead | None = None,
-    settings: dict[str, Any],
-    progress: dict[str, float],
-    keep_last: int,
-    keep_first: bool,
-    keep_every: int | None = None,
-    sync: Callable[[], object],
-) -> Path:
-    """Writes version ``version``; ``sync`` makes log and ledger durable before the checkpoint counts. Prunes afterwards.
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Which checkpoints stay: the newest ``last``, positive multiples of ``every``, and with ``first`` version 0."""
 
-    What stays: the newest ``keep_last``, positive multiples of ``keep_every``, and with ``keep_first`` version 0.
+    last: int
+    first: bool = False
+    every: int | None = None
+
+
+def name_of(version: int) -> str:
+    """The folder's name of a version's checkpoint."""
+    return f"v{version:06d}"
+
+
+def temporary_of(checkpoints: Path, version: int) -> Path:
+    """Where a version's checkpoint is written before it counts."""
+    return checkpoints / f".{name_of(version)}.tmp"
+
+
+def begin_checkpoint(checkpoints: Path, version: int) -> Path:
+    """Makes the folder that a version's content goes to, :func:`temporary_of`.
+
+    Raises :class:`CheckpointError` where the disk refuses.
+    """
+    temporary = temporary_of(checkpoints, version)
+    with refused_by_disk(checkpoints, version):
+        checkpoints.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+    return temporary
+
+
+def finish_checkpoint(
+    checkpoints: Path, *, version: int, lineage: int, settings: dict[str, Any], progress: dict[str, float], keep: Keep, sync: Callable[[], object]
+) -> Path:
+    """Makes what was written to :func:`temporary_of` the checkpoint of ``version``; ``sync`` makes log and ledger durable before it counts. Prunes afterwards.
 
     Raises :class:`CheckpointError` where the disk refuses; what was there before is untouched then.
     """
-    name = f"v{version:06d}"
-    temporary, final = checkpoints / f".{name}.tmp", checkpoints / name
-    checkpoints.mkdir(parents=True, exist_ok=True)
-    try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir()
-        save_model(model, tokenizer, temporary, base=not (checkpoints / FIRST).is_dir())
-        head = {} if value_head is None else {"value_head": value_head.state_dict()}
-        torch.save({"optimizer": optimizer.state_dict(), "random": _random_state(), **head}, temporary / "training.pt")
+    temporary, final = temporary_of(checkpoints, version), checkpoints / name_of(version)
+    with refused_by_disk(checkpoints, version):
         files = {str(path.relative_to(temporary)): _fingerprint(path) for path in sorted(temporary.rglob("*")) if path.is_file()}
-        manifest = {"format": FORMAT, "version": version, "lineage": lineage, "settings": settings, "progress": progress, "files": files}
+        manifest: dict[str, Any] = {"format": FORMAT, "version": version, "lineage": lineage, "settings": settings, "progress": progress, "files": files}
         if not (temporary / "model").is_dir():
             manifest["base"] = {"checkpoint": FIRST, "xxh3": base_digest(checkpoints / FIRST)}
         (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1, sort_keys=True), encoding="utf-8")
@@ -107,15 +113,43 @@ def write_checkpoint(
             final.rename(_aside(final))
         temporary.rename(final)
         _flush(checkpoints)
-    except OSError as error:
-        raise CheckpointError(f"checkpoint {final} was not written: {error}; {_last_good(checkpoints)}") from error
-    for folder in _complete(checkpoints)[:-keep_last]:
+    for folder in _complete(checkpoints)[: -keep.last]:
         number = int(folder.name[1:])
-        if not (keep_first if number == 0 else keep_every is not None and number % keep_every == 0):
+        if not (keep.first if number == 0 else keep.every is not None and number % keep.every == 0):
             _remove(folder)
     clear_leftovers(checkpoints)
     logger.info("checkpoint=%s", final)
     return final
+
+
+@contextlib.contextmanager
+def refused_by_disk(checkpoints: Path, version: int) -> Generator[None]:
+    """Raises :class:`CheckpointError`, naming the last good checkpoint, for what the disk refuses inside."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, RollstreamError):
+            raise
+        raise CheckpointError(f"checkpoint {checkpoints / name_of(version)} was not written: {error}; {_last_good(checkpoints)}") from error
+
+
+def model_folder_of(folder: Path) -> Path:
+    """The Hugging Face folder of the checkpoint in ``folder``: its own, or the base of its adapters."""
+    own = folder / "model"
+    return own if own.is_dir() else _base_of(folder) / "model"
+
+
+def _base_of(folder: Path) -> Path:
+    """The checkpoint that holds the base of the adapters in ``folder``: beside it, or in the run's own checkpoints where a fork put ``folder`` aside."""
+    beside, above = folder.parent / FIRST, folder.parents[2] / FIRST
+    return above if not beside.is_dir() and above.is_dir() else beside
+
+
+def base_digest(folder: Path) -> str:
+    """What names the base of adapters: xxh3-128 of the sizes and hashes that the manifest of checkpoint ``folder`` has for its model."""
+    manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    files = {name: entry for name, entry in manifest["files"].items() if name.startswith("model/")}
+    return xxhash.xxh3_128_hexdigest(json.dumps(files, sort_keys=True).encode())
 
 
 def newest_checkpoint(checkpoints: Path) -> Checkpoint | None:
@@ -144,55 +178,16 @@ def newest_of(folders: Iterable[Path], wanted: Callable[[int, int], bool]) -> Ch
     return None
 
 
-def read_checkpoint(folder: Path) -> Checkpoint:
-    """The checkpoint in ``folder``, every byte of it checked.
+def read_checkpoint(folder: Path, *, verify: bool = True) -> Checkpoint:
+    """The checkpoint in ``folder``, every byte of it checked; not so with ``verify`` False, where another rank did.
 
     Raises :class:`CheckpointError` where it is missing or damaged, naming the last good one beside it.
     """
-    fault = _fault(folder)
+    fault = _fault(folder) if verify else ""
     if fault:
         raise CheckpointError(f"checkpoint {folder} is damaged ({fault}); {_last_good(folder.parent, except_for=folder)}")
     manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
     return Checkpoint(folder, manifest["version"], manifest["lineage"], manifest["settings"], manifest["progress"])
-
-
-def restore_training(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer, device: torch.device | str, value_head: ValueHead | None = None) -> None:
-    """Puts optimiser, random-number state and value head back as they were.
-
-    Raises :class:`CheckpointError` where they belong to another model.
-    """
-    state = torch.load(checkpoint.folder / "training.pt", map_location=device, weights_only=True)
-    asked = [{name: group[name] for name in ("betas", "eps", "weight_decay")} for group in optimizer.param_groups]
-    try:
-        optimizer.load_state_dict(state["optimizer"])
-        if value_head is not None:
-            value_head.load_state_dict(state["value_head"])
-    except (ValueError, KeyError, RuntimeError) as error:
-        raise CheckpointError(f"checkpoint {checkpoint.folder} holds the optimiser or value head of another model: {error}") from error
-    for group, values in zip(optimizer.param_groups, asked, strict=True):
-        group.update(values)  # a fork may have changed what the saved state would put back
-    torch.set_rng_state(state["random"]["cpu"].cpu())
-    if "cuda" in state["random"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["random"]["cuda"].cpu())
-
-
-def model_folder_of(folder: Path) -> Path:
-    """The Hugging Face folder of the checkpoint in ``folder``: its own, or the base of its adapters."""
-    own = folder / "model"
-    return own if own.is_dir() else _base_of(folder) / "model"
-
-
-def _base_of(folder: Path) -> Path:
-    """The checkpoint that holds the base of the adapters in ``folder``: beside it, or in the run's own checkpoints where a fork put ``folder`` aside."""
-    beside, above = folder.parent / FIRST, folder.parents[2] / FIRST
-    return above if not beside.is_dir() and above.is_dir() else beside
-
-
-def base_digest(folder: Path) -> str:
-    """What names the base of adapters: xxh3-128 of the sizes and hashes that the manifest of checkpoint ``folder`` has for its model."""
-    manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-    files = {name: entry for name, entry in manifest["files"].items() if name.startswith("model/")}
-    return xxhash.xxh3_128_hexdigest(json.dumps(files, sort_keys=True).encode())
 
 
 def clear_leftovers(checkpoints: Path) -> None:
@@ -201,13 +196,6 @@ def clear_leftovers(checkpoints: Path) -> None:
         for path in checkpoints.iterdir():
             if path.name.startswith(".v") and path.suffix in (".tmp", ".old"):
                 shutil.rmtree(path, ignore_errors=True)
-
-
-def _random_state() -> dict[str, torch.Tensor]:
-    state = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
 
 
 def _complete(checkpoints: Path) -> list[Path]:

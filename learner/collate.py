@@ -58,6 +58,13 @@ class Flat:
     behaviour_logprobs: npt.NDArray[np.float32]
     turns: Turns = NO_TURNS
 
+    def only(self, rows: Int64) -> Flat:
+        """The same batch, held as a rank does that has only ``rows`` (indices into ``mine``, ascending). For batches without rewarded turns."""
+        lengths = np.diff(self.offsets)
+        tokens = np.flatnonzero(np.isin(np.repeat(np.arange(len(lengths)), lengths), rows))
+        arrays = (self.token_ids[tokens], self.loss_mask[tokens], self.behaviour_logprobs[tokens])
+        return Flat(self.rows, self.temperature, self.mine[rows], np.concatenate([[0], np.cumsum(lengths[rows])]), *arrays)
+
     def trained(self, plan: Plan) -> Bool:
         """Which of this rank's tokens train under ``plan``, ``[p]``."""
         lengths = np.diff(self.rows.offsets)[self.mine]
@@ -248,6 +255,16 @@ def pack(flat: Flat, plan: Plan, tokens_per_micro_batch: int, device: torch.devi
         further[last[(last >= 0) & (flat.rows.truncated != 0)]] = 1
     bins = bins_of((ends + further)[live], tokens_per_micro_batch)
     return [_micro_batch(flat, plan, mask, live[members], ends[live[members]], further[live[members]], torch.device(device)) for members in bins]
+
+
+def idle(device: torch.device | str = "cpu") -> MicroBatch:
+    """A micro-batch without a scored token: the model computes one token, and every gradient of it is 0."""
+    nothing, zero = torch.zeros(0, dtype=torch.int64, device=device), torch.zeros(1, dtype=torch.int64, device=device)
+    values = torch.zeros(0, device=device)
+    tokens = Tokens(row=nothing, num_rows=1, mask=nothing.bool(), adv=values, agg=values, mu=values, row_trajectory=zero, names=[""])
+    lengths = torch.tensor([0, 1], dtype=torch.int32, device=device)
+    layout = layout_of(np.ones(1, np.int64), device)
+    return MicroBatch(zero[None], zero[None], lengths, 1, layout, nothing, nothing, nothing, tokens, after=nothing, after_trajectory=nothing)
 
 
 def _micro_batch(flat: Flat, plan: Plan, mask: Bool, rows: Int64, ends: Int64, further: Int64, device: torch.device) -> MicroBatch:

@@ -16,6 +16,7 @@ from ..buffer.manifest import Manifest
 
 if TYPE_CHECKING:
     from ..configs.run_folder import Run
+    from .gathered import GatheringPublisher
     from .publisher import Publisher
     from .tracker import Tracker
 
@@ -35,7 +36,7 @@ class EvaluationBooks(Protocol):
 class Evaluations:
     """Evaluations of one run, as its learner sees them; without ``evaluation`` in the configuration it only publishes."""
 
-    def __init__(self, run: Run, source: EvaluationBooks, publisher: Publisher, tracker: Tracker) -> None:
+    def __init__(self, run: Run, source: EvaluationBooks, publisher: Publisher | GatheringPublisher, tracker: Tracker) -> None:
         self._run = run
         self._settings = run.config.evaluation
         self._source = source

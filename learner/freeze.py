@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
+from ..errors import DataRefused
 from .credit import Scored, assign, kl_in_reward, needs_credit
 from .lora import AdaptersOff
 from .policy import Policy
@@ -54,11 +56,25 @@ def freeze(stepper: Stepper, work: Work, *, several: bool) -> Frozen:
     tokens = {name: values for name, values in found.items() if name == "ref" or (name == "prox" and keeps_prox)}
     if not needs_credit(learner.loss, learner.advantage):
         return Frozen(tokens, {})
-    credit = assign(work.flat, work.plan, learner.loss, learner.advantage, Scored(**{name: values.cpu().double().numpy() for name, values in found.items()}))
+    scored = Scored(**{name: values.cpu().double().numpy() for name, values in found.items()})
+    with stepper.policy.ranks.together():
+        _refuse_non_finite(work, scored)
+    credit = assign(work.flat, work.plan, learner.loss, learner.advantage, scored, stepper.policy.ranks.add)
     tokens["adv"] = torch.from_numpy(credit.advantages).to(stepper.policy.device)
     if credit.targets is not None and "values" in found:
         tokens |= {"targets": torch.from_numpy(credit.targets).to(stepper.policy.device), "values": found["values"]}
     return Frozen(tokens, credit.metrics)
+
+
+def _refuse_non_finite(work: Work, scored: Scored) -> None:
+    """Raises :class:`DataRefused` naming the trajectory of the first score that is not finite: credit would spread it over all ranks."""
+    place = np.flatnonzero(work.flat.trained(work.plan))
+    for name, values in (("prox", scored.prox), ("ref", scored.ref), ("values", scored.values)):
+        wrong = place[~np.isfinite(values[place])] if values is not None else place[:0]
+        if len(wrong):
+            row = int(np.searchsorted(work.flat.offsets, wrong[0], side="right")) - 1
+            trajectory = work.flat.rows.names[work.flat.rows.row_trajectory[work.flat.mine[row]]]
+            raise DataRefused(f"{name} is {float(values[wrong[0]]) if values is not None else 0.0} in {trajectory}: an active token needs a finite number")
 
 
 def _score(policy: Policy | AdaptersOff, work: Work, name: str) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""The learner's loop."""
+"""The learner's loop, the same in one process and in each of several ranks."""
 
 from __future__ import annotations
 
@@ -6,44 +6,41 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Protocol
 
 import torch
 
-from .. import models
 from ..buffer import wire
 from ..buffer.channels import publish_to
 from ..buffer.client import LearnerClient
 from ..buffer.curve import client_keys
 from ..buffer.types import Batch
 from ..buffer.wire import StatusReply, Welcome
+from ..configs.learner_schema import FsdpPolicy
 from ..configs.run_folder import Run
-from ..errors import ConfigError, RoleFailed, StreamError
+from ..errors import RankFailed, RoleFailed, StreamError
 from .alarms import check_alarms
-from .checkpoint import FIRST, Checkpoint, clear_leftovers, model_folder_of, newest_checkpoint, read_checkpoint, restore_training, write_checkpoint
+from .checkpoint import Keep, model_folder_of, name_of
 from .evaluations import Evaluations
-from .lora import AdaptersOff, adapt
-from .metrics import Counters, data_figures, row_of
-from .optimizer import optimizer_of
-from .policy import Policy, policy_of
-from .publisher import Publisher
+from .gathered import GatheringPublisher
+from .intake import Taken, take
+from .metrics import Counters, costs_of, data_figures, row_of
+from .publisher import Publisher, published_tensors
+from .ranks import Ranks, join, naming_the_lost, refuse_a_lonely_rank
+from .saving import write_checkpoint
+from .start import Held, device_of, lora_of, reference_of, start, step_settings
 from .step import Stepper
 from .tracker import Tracker
 from .updates import Trained, train_batch
-from .warmup import warm_up
-
-if TYPE_CHECKING:
-    from ..models import PreTrainedTokenizerFast
 
 logger = logging.getLogger(__name__)
 
 
 class BatchSource(Protocol):
-    """Where batches come from and what is told back: the buffer's client, or a recording of one."""
+    """Where batches come from and what is told back: the buffer's client, or a recording of one. Only rank 0 tells anything."""
 
-    def hello(self, version: int, lineage: int) -> Welcome: ...  # noqa: D102 - as LearnerClient
+    def hello(self, version: int | None, lineage: int | None) -> Welcome: ...  # noqa: D102 - as LearnerClient
     def pull(self, version: int, on_wait: Callable[[str], None], stop: threading.Event) -> Batch | None: ...  # noqa: D102
     def trained(self, version: int) -> None: ...  # noqa: D102
     def published(self, version: int, digest: str) -> str: ...  # noqa: D102
@@ -52,48 +49,52 @@ class BatchSource(Protocol):
     def status(self) -> StatusReply: ...  # noqa: D102
 
 
-@dataclass(slots=True)
-class Held:
-    """What the learner holds: ``version`` of the history of ``lineage``, steps skipped before it (in a row and in all), and its newest checkpoint ``saved``."""
+def learn(run: Run, stop: threading.Event, rank: int = 0) -> None:
+    """Trains ``run`` from its newest checkpoint to its last version, as ``rank`` of the learner.
 
-    policy: Policy
-    tokenizer: PreTrainedTokenizerFast
-    optimizer: torch.optim.Optimizer
-    version: int
-    lineage: int
-    skipped_in_a_row: int
-    skipped: int
-    saved: Path | None
-
-
-def learn(run: Run, stop: threading.Event) -> None:
-    """Trains ``run`` from its newest checkpoint to its last version.
-
-    Consumes: batches, one per version, from the buffer.
-    Waits for: the next batch (:meth:`LearnerClient.pull`), which the buffer forms once its window's head is ready; nothing else.
-    Released by: that batch, or ``stop`` (the version held is checkpointed then).
+    Consumes: batches, one per version, from the buffer: the header of each, and the rows dealt to this rank.
+    Waits for: the next batch (:meth:`LearnerClient.pull`), which the buffer forms once its window's head is ready; and the other ranks.
+    Released by: that batch, or ``stop`` on any rank (the version held is checkpointed then).
     Produces: version v + 1 of the weights for the actors, a row of metrics, a checkpoint when one is due.
 
-    Raises :class:`DataRefused` for a batch that must not train, :class:`CheckpointError` for a damaged one, :class:`RoleFailed` where an alarm stops the run.
+    Raises :class:`DataRefused` for a batch that must not train, :class:`CheckpointError` for a damaged one, :class:`RoleFailed` where an alarm stops the run,
+    :class:`RankFailed` where another rank failed.
     """
-    with LearnerClient(run.endpoint, run.run_id, keys=client_keys(run), stalled_s=run.config.buffer.stall_timeout_s) as client:
-        learn_from(run, client, stop)
+    policy = run.config.learner.policy
+    num = policy.ranks if isinstance(policy, FsdpPolicy) else 1
+    refuse_a_lonely_rank(rank, num)
+    ranks = Ranks()
+    if isinstance(policy, FsdpPolicy):
+        ranks = join(run.socket_folder, rank, num, device=run.config.learner.device, timeout_s=policy.start_timeout_s)
+    stalled_s = run.config.buffer.stall_timeout_s
+    with (
+        naming_the_lost(ranks),
+        LearnerClient(run.endpoint, run.run_id, peer_id(rank), rank=rank, ranks=num, keys=client_keys(run), stalled_s=stalled_s) as client,
+    ):
+        learn_from(run, client, stop, ranks)
+        ranks.close()
 
 
-def learn_from(run: Run, source: BatchSource, stop: threading.Event) -> None:
-    """:func:`learn` from any source of batches."""
+def peer_id(rank: int) -> str:
+    """What a rank is called, to the buffer and in logs."""
+    return f"learner-{rank}" if rank else "learner"
+
+
+def learn_from(run: Run, source: BatchSource, stop: threading.Event, ranks: Ranks | None = None) -> None:
+    """:func:`learn` from any source of batches, as one of ``ranks``."""
+    ranks = ranks or Ranks()
     config = run.config.learner
-    torch.set_num_threads(config.num_threads)  # sums depend on it, so a resume needs the same
-    held = start(run, stop)
-    if held.saved is None and stop.is_set():
+    _set_up(run, ranks)
+    held = start(run, stop, ranks)
+    if held.saved is None and any(ranks.largest([stop.is_set()])):
         return  # half warmed up: the next start begins anew
-    held.lineage = source.hello(held.version, held.lineage).lineage  # from here on in the current one, which shares the version held
+    _hello(source, held, ranks)
     if held.saved is None:
-        held.saved = _save(run, held, source.sync)
+        held.saved = _save(run, held, source)
     stepper = Stepper(held.policy, held.optimizer, run.config, reference_of(run, held.policy))
-    tracker = Tracker(run.metrics_path, run.tensorboard_folder, held.version)
-    publisher = Publisher(publish_to(run, run.config.actors.num), held.policy.model, model_folder_of(held.saved))
-    evaluations = Evaluations(run, source, publisher, tracker)
+    tracker = Tracker(run.metrics_path, run.tensorboard_folder, held.version) if ranks.leads else None
+    publisher = _publisher(run, held)
+    evaluations = Evaluations(run, source, publisher, tracker) if tracker is not None else None
     counters = Counters(source.status)
     saving_s = 0.0
 
@@ -103,108 +104,84 @@ def learn_from(run: Run, source: BatchSource, stop: threading.Event) -> None:
         logger.debug("version=%d waiting_for=%s", held.version + 1, reason)
 
     try:
-        evaluations.publish(held.lineage, held.version)
+        (evaluations or publisher).publish(held.lineage, held.version)
         while held.version < config.versions:
             began = time.perf_counter()
-            batch = source.pull(held.version + 1, wait, stop)
-            if batch is None:
+            taken = take(source, stepper, held.version + 1, wait, stop)
+            if taken is None:
                 break
-            pulled = time.perf_counter()
-            data, done, prepare_s = _make_version(run, held, stepper, batch, source, publisher)
-            _advance(held, batch, done.update.stepped, config.alarms.max_skipped)
-            source.trained(held.version)
+            data, done = _make_version(run, held, stepper, taken, source, publisher)
+            _advance(held, taken.batch, done.update.stepped, config.alarms.max_skipped)
+            if ranks.leads:
+                source.trained(held.version)
             _tell(source, publisher)
-            evaluations.publish(held.lineage, held.version)
+            (evaluations or publisher).publish(held.lineage, held.version)
             ended = time.perf_counter()
-            seconds = {"step": ended - began, "wait_batch": pulled - began, "prepare": prepare_s, "publish": publisher.copy_s}
-            row = row_of(data, done, skipped=held.skipped, seconds=seconds | {"checkpoint": saving_s})
-            tracker.row(batch.lineage, held.version, row | counters.read())
-            publisher.expect(counters.num_actors)
+            seconds = {"step": ended - began, "wait_batch": taken.wait_s, "prepare": taken.prepare_s, "publish": publisher.copy_s}
+            row = row_of(data, done, skipped=held.skipped, seconds=seconds | {"checkpoint": saving_s}) | costs_of(ranks)
+            if tracker is not None:
+                tracker.row(taken.batch.lineage, held.version, row | counters.read())
+                publisher.expect(counters.num_actors)
             saving_s = 0.0
             if held.version % config.checkpoint.every == 0 or held.version == config.versions:
-                held.saved = _save(run, held, source.sync)
+                held.saved = _save(run, held, source)
                 saving_s = time.perf_counter() - ended
         _leave(run, held, source, publisher)
-        if held.version == config.versions:
+        if held.version == config.versions and evaluations is not None:
             evaluations.finish(stop)
     finally:
         publisher.close()
-        tracker.close()
+        if tracker is not None:
+            tracker.close()
 
 
-def _make_version(run: Run, held: Held, stepper: Stepper, batch: Batch, source: BatchSource, publisher: Publisher) -> tuple[dict[str, float], Trained, float]:
-    """Trains one batch: what it was, what was done, and the seconds its preparation took.
+def _make_version(
+    run: Run, held: Held, stepper: Stepper, taken: Taken, source: BatchSource, publisher: Publisher | GatheringPublisher
+) -> tuple[dict[str, float], Trained]:
+    """Trains one batch: what it was, and what was done.
 
-    Where an alarm stops the run before a parameter changed, the version held is checkpointed first.
+    Where an alarm stops the run before a parameter changed, the version held is checkpointed first: on all ranks, since all see the same figures.
     """
-    began = time.perf_counter()
-    work = stepper.prepare(batch)
-    data, prepare_s = data_figures(batch, work, run.config.envs), time.perf_counter() - began
+    data = data_figures(taken.batch, taken.work, run.config.envs)
     num_steps, alarms = stepper.num_steps, run.config.learner.alarms
     try:
-        check_alarms(data, alarms, batch.version)
-        return data, train_batch(stepper, work, batch.version, alarms, publisher.fence), prepare_s
+        check_alarms(data, alarms, taken.batch.version)
+        return data, train_batch(stepper, taken.work, taken.batch.version, alarms, publisher.fence)
+    except RankFailed:
+        raise
     except RoleFailed:
         if stepper.num_steps == num_steps:
             _leave(run, held, source, publisher)
         raise
 
 
-def start(run: Run, stop: threading.Event) -> Held:
-    """The newest checkpoint; where there is none, the starting policy, warmed up, with ``saved`` None: version 0 is to be written.
-
-    Raises :class:`CheckpointError` where the newest is damaged, :class:`ConfigError` where a setting that a step depends on has changed since.
-    """
-    clear_leftovers(run.checkpoints_folder)
-    saved = newest_checkpoint(run.checkpoints_folder)
-    config = run.config.learner
-    folder = saved.model_folder if saved is not None else models.prepare_model(run)
-    model, tokenizer = models.load_policy(folder, device=config.device), models.load_tokenizer(folder)
-    policy = policy_of(model, config)
-    if saved is None and run.config.warmup is not None:
-        warm_up(policy, tokenizer, run.config, stop)
-    adapt(model, config.policy.lora, run.config.seed, saved)
-    optimizer = optimizer_of(policy, config)
-    held = Held(policy, tokenizer, optimizer, version=0, lineage=0, skipped_in_a_row=0, skipped=0, saved=None)
-    if saved is None:
-        torch.manual_seed(run.config.seed)
-    else:
-        _restore(run, held, saved)
-    return held
+def _set_up(run: Run, ranks: Ranks) -> None:
+    """Threads and GPU of this process."""
+    torch.set_num_threads(run.config.learner.num_threads)  # sums depend on it, so a resume needs the same
+    if device_of(run, ranks).startswith("cuda:"):
+        torch.cuda.set_device(device_of(run, ranks))
 
 
-def step_settings(run: Run) -> dict[str, Any]:
-    """The parts of the configuration that a step depends on: redoing a recorded batch under others would make another version under the same number."""
-    learner = run.config.learner
-    settings = learner.model_dump(mode="json", include={"batch_groups", "group_size", "preset", "loss", "advantage", "value", "optimizer", "updates", "policy"})
-    settings |= {"model": run.config.model.model_dump(mode="json"), "degenerate": run.config.buffer.degenerate, "max_lag": run.config.buffer.max_lag}
-    return settings if learner.optimizer.schedule == "constant" else settings | {"versions": learner.versions}
+def _hello(source: BatchSource, held: Held, ranks: Ranks) -> None:
+    """Rank 0 first: what it holds decides which batches are served."""
+    with ranks.together():
+        if ranks.leads:
+            held.lineage = source.hello(held.version, held.lineage).lineage  # from here on in the current one, which shares the version held
+    with ranks.together():
+        if not ranks.leads:
+            source.hello(None, None)
 
 
-def reference_of(run: Run, policy: Policy) -> Policy | AdaptersOff | None:
-    """The frozen policy of the KL term: version 0, which stays on disk for it, or ``policy`` without its adapters. None where the loss has no such term."""
-    if run.config.learner.loss.kl is None:
-        return None
-    if run.config.learner.policy.lora is not None:
-        return AdaptersOff(policy)
-    first = read_checkpoint(run.checkpoints_folder / FIRST)
-    model = models.load_policy(first.model_folder, device=run.config.learner.device).requires_grad_(False)
-    return Policy(model, run.config.learner.policy.model_copy(update={"activation_checkpointing": False}))
-
-
-def _restore(run: Run, held: Held, saved: Checkpoint) -> None:
-    now = step_settings(run)
-    changed = sorted(key for key in now.keys() | saved.settings.keys() if now.get(key) != saved.settings.get(key))
-    forks_here = run.fork is not None and run.fork.version == saved.version
-    if changed and not forks_here:
-        raise ConfigError(
-            f"{changed[0]} is {now.get(changed[0])}, checkpoint {saved.folder.name} was trained with {saved.settings.get(changed[0])}: "
-            "resume with the same, fork from it with --resume --fork, or start a new run"
-        )
-    restore_training(saved, held.optimizer, run.config.learner.device, held.policy.value_head)
-    held.version, held.lineage, held.saved = saved.version, saved.lineage, saved.folder
-    held.skipped_in_a_row, held.skipped = int(saved.progress["skipped_in_a_row"]), int(saved.progress["skipped"])
-    logger.info("resumed=%s version=%d", saved.folder, saved.version)
+def _publisher(run: Run, held: Held) -> Publisher | GatheringPublisher:
+    """What publishes the policy held: in the background from one process, all ranks together from several."""
+    assert held.saved is not None
+    policy = held.policy
+    if not policy.sharded:
+        return Publisher(publish_to(run, run.config.actors.num), policy.model, model_folder_of(held.saved))
+    policy.settle()
+    with policy.ranks.together():
+        writer = publish_to(run, run.config.actors.num) if policy.ranks.leads else None
+    return GatheringPublisher(writer, published_tensors(policy.model, model_folder_of(held.saved)), policy.ranks)
 
 
 def _advance(held: Held, batch: Batch, stepped: bool, max_skipped: int) -> None:
@@ -221,36 +198,35 @@ def _advance(held: Held, batch: Batch, stepped: bool, max_skipped: int) -> None:
         )
 
 
-def _save(run: Run, held: Held, sync: Callable[[], object]) -> Path:
+def _save(run: Run, held: Held, source: BatchSource) -> Path:
+    settings = run.config.learner
     return write_checkpoint(
         run.checkpoints_folder,
         version=held.version,
         lineage=held.lineage,
-        model=held.policy.model,
+        policy=held.policy,
         tokenizer=held.tokenizer,
         optimizer=held.optimizer,
-        value_head=held.policy.value_head,
         settings=step_settings(run),
         progress={"skipped_in_a_row": held.skipped_in_a_row, "skipped": held.skipped},
-        keep_last=run.config.learner.checkpoint.keep_last,
-        keep_every=run.config.learner.checkpoint.keep_every,
-        keep_first=run.config.learner.loss.kl is not None or run.config.learner.policy.lora is not None,
-        sync=sync,
+        keep=Keep(settings.checkpoint.keep_last, settings.loss.kl is not None or lora_of(settings) is not None, settings.checkpoint.keep_every),
+        sync=source.sync,
     )
 
 
-def _leave(run: Run, held: Held, source: BatchSource, publisher: Publisher) -> None:
+def _leave(run: Run, held: Held, source: BatchSource, publisher: Publisher | GatheringPublisher) -> None:
     """Tells what was published last, and keeps what was trained since the last checkpoint; a buffer that is gone already costs that much redo and no error."""
     publisher.fence()
     try:
-        _tell(source, publisher)
-        if held.saved is None or held.saved.name != f"v{held.version:06d}":
-            held.saved = _save(run, held, source.sync)
-    except StreamError as error:
+        with held.policy.ranks.together():
+            _tell(source, publisher)
+        if held.saved is None or held.saved.name != name_of(held.version):
+            held.saved = _save(run, held, source)
+    except (StreamError, RankFailed) as error:
         logger.warning("version=%d saved=%s reason=%s", held.version, held.saved, error)
 
 
-def _tell(source: BatchSource, publisher: Publisher) -> None:
+def _tell(source: BatchSource, publisher: Publisher | GatheringPublisher) -> None:
     """Records the digests of what was written since; here and not in the thread, since a socket belongs to one thread."""
     for manifest in publisher.written():
         note = source.published(manifest.version, manifest.digest)

@@ -13,6 +13,7 @@ from ..buffer.header import header_of
 from ..buffer.types import Batch
 from ..buffer.wire import StatusReply
 from ..configs.schema import Env
+from .ranks import Ranks
 from .step import Work
 from .updates import Trained
 
@@ -48,9 +49,7 @@ def row_of(data: Mapping[str, float], done: Trained, *, skipped: int, seconds: M
         "time/fence_s": done.fence_s,
         "time/optimizer_s": update.seconds,
         "learner/tokens_per_s": gradients.num_tokens / computed_s if computed_s > 0 else 0.0,
-        "learner/cpu_s": time.process_time(),
         "learner/padding_share": 1.0 - gradients.num_tokens / done.num_cells if done.num_cells else 0.0,
-        **_peak_memory(),
     }
 
 
@@ -62,12 +61,15 @@ def _of_values(done: Trained) -> dict[str, float]:
     return {"value/loss": float(value.loss), "value/clip_share": float(value.clipped) / value.tokens, "value/grad_norm": done.update.value_grad_norm}
 
 
-def _peak_memory() -> dict[str, float]:
-    """MiB: the most this process ever had resident, and on a GPU the most its tensors ever took there."""
-    peak = {"learner/peak_memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
+def costs_of(ranks: Ranks) -> dict[str, float]:
+    """What the learner's processes cost so far: CPU seconds of all ranks, and MiB of the one with most: resident, and on a GPU what tensors took there."""
+    mine = [time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024]
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        peak["learner/peak_device_memory_mb"] = torch.cuda.max_memory_allocated() / 2**20
-    return peak
+        mine.append(torch.cuda.max_memory_allocated() / 2**20)
+    found = [values.tolist() for values in ranks.gather(torch.tensor(mine, dtype=torch.float64))]
+    names = ("learner/peak_memory_mb", "learner/peak_device_memory_mb")
+    peaks = {name: max(values[place] for values in found) for place, name in enumerate(names[: len(mine) - 1], 1)}
+    return {"learner/cpu_s": sum(values[0] for values in found), **peaks}
 
 
 def data_figures(batch: Batch, work: Work, envs: Sequence[Env]) -> dict[str, float]:

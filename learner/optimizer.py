@@ -85,8 +85,8 @@ def clip(parameters: Sequence[torch.nn.Parameter], max_norm: float) -> float:
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not gradients:
         return 0.0
-    norm = torch.nn.utils.get_total_norm(gradients)
-    value = float(norm)
+    norm: Any = torch.nn.utils.get_total_norm(gradients)
+    value = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)  # shares of gradients have a norm over all ranks
     if math.isfinite(value):
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     return value

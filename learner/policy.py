@@ -20,6 +20,7 @@ from .attention import install, layout_of
 from .collate import MicroBatch
 from .compute import ComputeDtype, autocast, checkpoint_activations, keep_float32, warn_of_slow_bfloat16
 from .logprobs import token_logprobs
+from .ranks import Ranks
 from .value import ValueHead
 
 if TYPE_CHECKING:
@@ -58,12 +59,14 @@ class Policy:
     ) -> None:
         self.model: Any = model
         self.value_head = value_head
-        self._dtype: ComputeDtype = settings.compute_dtype
+        self.ranks = Ranks()
+        """Those that hold it together."""
+        self.sharded = False
         model.eval()  # no dropout: the ratio on fresh data has to be 1
         model.config.use_cache = False
         install(model)
         self.device = next(model.parameters()).device
-        warn_of_slow_bfloat16(self.device, self._dtype)
+        warn_of_slow_bfloat16(self.device, settings.compute_dtype)
         self.full_logits = not _probe(model, self.device)
         if self.full_logits:
             logger.warning(
@@ -71,27 +74,51 @@ class Policy:
                 type(model).__name__,
                 "its logits are not hidden states times output matrix; memory grows with the vocabulary",
             )
-            if self._dtype == "bfloat16" and (head := self.model.get_output_embeddings()) is not None:
+            if settings.compute_dtype == "bfloat16" and (head := self.model.get_output_embeddings()) is not None:
                 keep_float32(head)
         if settings.activation_checkpointing:
             checkpoint_activations(model)
+        self.scorer = Scorer(model, value_head, settings.compute_dtype, full_logits=self.full_logits).eval()
 
     def score(self, batch: MicroBatch, temperature: float, *, values_alone: bool = False) -> Scores:
         """Everything there is to say about ``batch`` at ``temperature``, with gradients; with ``values_alone`` nothing but the value head has any."""
+        return self.scorer(batch, temperature, values_alone=values_alone)
+
+    def logprobs(self, batch: MicroBatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """``(x, entropy)``, each ``[N] float32`` with gradient: log-probability of each target at ``temperature``, and entropy of what it was drawn from."""
+        return self.score(batch, temperature)[:2]
+
+    def backward(self, loss: torch.Tensor, *, last: bool) -> None:
+        """Adds the gradient of ``loss`` to the parameters. ``last``: the next thing that happens to them is the optimiser's step."""
+        loss.backward()
+
+    def settle(self) -> None:
+        """The parameters are about to change, or to leave: whatever was computed from them for a forward pass is forgotten."""
+
+
+class Scorer(torch.nn.Module):
+    """Model, output matrix and value head as one module: whoever shards it gathers all of them for the same forward pass."""
+
+    def __init__(self, model: PreTrainedModel, value_head: ValueHead | None, dtype: ComputeDtype, *, full_logits: bool) -> None:
+        super().__init__()
+        self.model: Any = model
+        self.value_head = value_head
+        self._dtype: ComputeDtype = dtype
+        self._full_logits = full_logits
+
+    def forward(self, batch: MicroBatch, temperature: float, *, values_alone: bool = False) -> Scores:
+        """As :meth:`Policy.score`."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and not values_alone):
-            x, entropy, hidden = self._forward(batch, temperature)
+            x, entropy, hidden = self._score(batch, temperature)
         if self.value_head is None:
             return Scores(x, entropy)
         return Scores(x, entropy, self.value_head(hidden.index_select(0, batch.source)), self.value_head(hidden.index_select(0, batch.after)))
 
-    def logprobs(self, batch: MicroBatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """``(x, entropy)``, each ``[N] float32`` with gradient: log-probability of each target at ``temperature``, and entropy of what it was drawn from."""
-        return self._forward(batch, temperature)[:2]
-
-    def _forward(self, batch: MicroBatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _score(self, batch: MicroBatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """``x [N]``, ``entropy [N]`` and the body's hidden states ``[Q, H]``."""
         inputs = _inputs(batch)
-        if self.full_logits:
+        device = batch.source.device
+        if self._full_logits:
             seen: list[torch.Tensor] = []
 
             def see(_module: Any, _arguments: Any, output: Any) -> None:
@@ -99,14 +126,14 @@ class Policy:
 
             hook = self.model.base_model.register_forward_hook(see)
             try:
-                with autocast(self.device, self._dtype):
+                with autocast(device, self._dtype):
                     logits = self.model(**inputs).logits[0]
             finally:
                 hook.remove()
             logits = logits.index_select(0, batch.source).float() / temperature
             every = torch.log_softmax(logits, dim=-1)
             return every.gather(1, batch.targets[:, None])[:, 0], -(every.exp() * every).sum(-1), seen[0]
-        with autocast(self.device, self._dtype):
+        with autocast(device, self._dtype):
             hidden = self.model.base_model(**inputs).last_hidden_state[0]
         head = self.model.get_output_embeddings()
         scored = hidden.index_select(0, batch.source)
@@ -120,8 +147,12 @@ def policy_of(model: PreTrainedModel, learner: Learner) -> Policy:
 
     Raises :class:`ConfigError` as :class:`Policy` does.
     """
-    head = None if learner.value is None else ValueHead(model.config.get_text_config().hidden_size, next(model.parameters()).device)
-    return Policy(model, learner.policy, head)
+    return Policy(model, learner.policy, head_of(model, learner))
+
+
+def head_of(model: PreTrainedModel, learner: Learner) -> ValueHead | None:
+    """The value head that ``learner`` asks for, beside ``model``."""
+    return None if learner.value is None else ValueHead(model.config.get_text_config().hidden_size, next(model.parameters()).device)
 
 
 def _inputs(batch: MicroBatch) -> dict[str, Any]:

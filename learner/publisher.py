@@ -127,20 +127,20 @@ class Publisher:
         self.newest = (lineage, version)
 
     def _describe(self) -> list[WeightTensor]:
-        return [(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), _bytes_of(tensor)) for name, tensor in self._tensors.items()]
+        return [(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), bytes_of(tensor)) for name, tensor in self._tensors.items()]
 
 
 def digest_of(model: PreTrainedModel, saved: Path) -> str:
     """The digest that the weights channel gives the weights of ``model`` as they are: xxh3-128 of their bytes, each tensor padded to the alignment."""
     hasher = xxhash.xxh3_128()
     for tensor in published_tensors(model, saved, plain_state(model)[0]).values():
-        content = _bytes_of(tensor)
+        content = bytes_of(tensor)
         hasher.update(content)
         hasher.update(bytes(-content.nbytes % ALIGNMENT))
     return hasher.hexdigest()
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
+def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The tensor's own memory on CPU, a copy from elsewhere. Bytes, since NumPy has no bfloat16."""
     content: Any = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
     return memoryview(content)
@@ -158,12 +158,13 @@ def published_tensors(model: PreTrainedModel, saved: Path, state: dict[str, torc
     """
     state = model.state_dict() if state is None else state
     sizes = _saved_sizes(saved)
+    same = identities(model)
     held = {name: state[name] for name in sizes if name in state}
-    sent = {_place(tensor) for tensor in held.values()}
+    sent = {same.get(name, id(tensor)) for name, tensor in held.items()}
     for name, tensor in state.items():
-        if _place(tensor) not in sent:
+        if same.get(name, id(tensor)) not in sent:
             held[name] = tensor
-            sent.add(_place(tensor))
+            sent.add(same.get(name, id(tensor)))
     num_held, num_saved = sum(tensor.numel() for tensor in held.values()), sum(sizes.values())
     if num_held != num_saved:
         foreign = next((name for name in sizes if name not in state), "no other name")
@@ -173,9 +174,11 @@ def published_tensors(model: PreTrainedModel, saved: Path, state: dict[str, torc
     return dict(sorted(held.items()))
 
 
-def _place(tensor: torch.Tensor) -> tuple[int, int]:
-    """Where a tensor lies and how long it is: the same for tied ones."""
-    return tensor.data_ptr(), tensor.nbytes
+def identities(model: PreTrainedModel) -> dict[str, int]:
+    """A number for each name of the model's state, the same for tied tensors."""
+    module: Any = model
+    named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    return {name: id(tensor) for name, tensor in named}
 
 
 def saved_names(folder: Path) -> list[str]:

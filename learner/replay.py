@@ -25,19 +25,20 @@ from ..configs.loader import load_lineage
 from ..configs.run_folder import Run
 from ..configs.schema import Config
 from ..errors import CheckpointError, ConfigError
-from .checkpoint import FIRST, Checkpoint, newest_of, restore_training
-from .loop import reference_of, step_settings
+from .checkpoint import FIRST, Checkpoint, newest_of
 from .lora import AdaptersOff, adapt
 from .metrics import data_figures, row_of
 from .optimizer import optimizer_of
 from .policy import Policy, policy_of
 from .publisher import digest_of
+from .saving import restore_training
+from .start import lora_of, reference_of, step_settings
 from .step import Stepper
 from .tracker import as_written
 from .updates import train_batch
 
 ACCELERATOR_TOLERANCE = 1e-4
-"""Relative difference that counts as none where sums may come in another order: on anything but a CPU."""
+"""Relative difference that counts as none where sums may come in another order: on anything but a CPU, or where several ranks added them up."""
 DIGEST = "weights/digest"
 """Name of the figure that is the digest of the new weights."""
 
@@ -100,7 +101,7 @@ def replay(run: Run, version: int, lineage: int | None = None, what_if: Callable
     changed = stepper if what_if is None else _under(what_if(run.config), run, stepper)
     found = _figures(_train(changed, last, skipped)[0])
     recorded = _figures(row)
-    exact = run.config.learner.device == "cpu"
+    exact = run.config.learner.device == "cpu" and run.config.learner.policy.kind == "single"
     if what_if is None and exact and digest is not None:
         recorded[DIGEST], found[DIGEST] = digest, digest_of(stepper.policy.model, saved.model_folder)
     return Replayed(version, last.lineage, saved.version, recorded, found, 0.0 if exact else ACCELERATOR_TOLERANCE)
@@ -158,9 +159,9 @@ def _stepper_at(run: Run, saved: Checkpoint) -> Stepper:
     try:
         model = models.load_policy(saved.model_folder, device=config.device)
         policy = policy_of(model, config)
-        adapt(model, config.policy.lora, run.config.seed, saved)
+        adapt(model, lora_of(config), run.config.seed, saved)
         optimizer = optimizer_of(policy, config)
-        restore_training(saved, optimizer, config.device, policy.value_head)
+        restore_training(saved, policy, optimizer)
     except OSError as error:
         if saved.folder.exists():
             raise
@@ -169,7 +170,7 @@ def _stepper_at(run: Run, saved: Checkpoint) -> Stepper:
 
 
 def _reference(run: Run, policy: Policy) -> Policy | AdaptersOff | None:
-    needs_first = run.config.learner.loss.kl is not None and run.config.learner.policy.lora is None
+    needs_first = run.config.learner.loss.kl is not None and lora_of(run.config.learner) is None
     if needs_first and not (run.checkpoints_folder / FIRST).is_dir():
         raise ConfigError(f"learner.loss.kl needs version 0 as its reference, and {FIRST} is not among the checkpoints that were kept: leave kl out")
     return reference_of(run, policy)

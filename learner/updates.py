@@ -65,7 +65,7 @@ def train_batch(stepper: Stepper, work: Work, version: int, alarms: Alarms, befo
         fence_s += time.perf_counter() - fenced
         gradients.append(found)
         updates.append(stepper.update(version, found))
-    num_cells = sum(len(batch.layout.gather) for share in shares for batch in share.micro_batches)
+    num_cells = sum(found.num_cells for found in gradients)
     whole, update = _together(gradients, updates)
     return Trained(whole, update, sum(update.stepped for update in updates), proximal_s, fence_s, num_cells, frozen.metrics)
 
@@ -74,7 +74,9 @@ def split(stepper: Stepper, work: Work, seed: tuple[int, int]) -> list[Work]:
     """``work`` as one work per update, each with its own denominators."""
     learner = stepper.config.learner
     parts = [restrict(work.plan, work.flat.rows, members, learner.loss) for members in deal(work.flat.rows, work.plan, learner.updates, seed)]
-    return [replace(stepper.pack(work.flat, part), values_alone=work.values_alone) for part in parts]
+    packed = [replace(stepper.pack(work.flat, part), values_alone=work.values_alone) for part in parts]
+    most = stepper.policy.ranks.largest([len(part.micro_batches) for part in packed])
+    return [stepper.even_out(part, num) for part, num in zip(packed, most, strict=True)]
 
 
 def deal(rows: Rows, plan: Plan, updates: Updates, seed: tuple[int, int]) -> list[npt.NDArray[np.bool_]]:
@@ -107,7 +109,13 @@ def _together(gradients: list[Gradients], updates: list[Update]) -> tuple[Gradie
     values = [found.value for found in gradients if found.value is not None]
     value = None if not values else replace(sum(values[1:], values[0]), loss=sum(one.loss for one in values) / len(values))
     whole = Gradients(
-        metrics, sum(found.num_tokens for found in gradients), sum(found.seconds for found in gradients), all(found.skip for found in gradients), stats, value
+        metrics,
+        sum(found.num_tokens for found in gradients),
+        sum(found.num_cells for found in gradients),
+        sum(found.seconds for found in gradients),
+        all(found.skip for found in gradients),
+        stats,
+        value,
     )
     norm, value_norm = (sum(norms) / len(updates) for norms in zip(*((update.grad_norm, update.value_grad_norm) for update in updates), strict=True))
     seconds = sum(update.seconds for update in updates)

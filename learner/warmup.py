@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from ..buffer.deal import deal
 from ..buffer.tasks import Mixture
 from ..configs.schema import Config, Warmup
 from ..envs import registry
 from ..envs.chat import ChatEnv
 from ..envs.renderer import Renderer
 from ..errors import ConfigError
-from .collate import Flat, pack
+from .collate import Flat, idle, pack
 from .optimizer import adamw, clip
 from .plan import Plan, Rows
 from .policy import Policy
@@ -57,10 +58,11 @@ def warm_up(policy: Policy, tokenizer: PreTrainedTokenizerFast, config: Config, 
     demonstrations = _demonstrations(config, settings, tokenizer)
     loss = 0.0
     for step, chosen in zip(range(1, settings.steps + 1), demonstrations, strict=False):
-        if stop.is_set():
+        if any(policy.ranks.largest([stop.is_set()])):
             break
         loss = _step(policy, chosen, config.learner.tokens_per_micro_batch)
         clip(parameters, 1.0)
+        policy.settle()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if step % 25 == 0 or step == settings.steps:
@@ -114,15 +116,20 @@ class _Script:
 
 
 def _step(policy: Policy, demonstrations: list[Demonstration], tokens_per_micro_batch: int) -> float:
-    """Accumulates the gradient of the mean cross-entropy and returns its value."""
+    """Accumulates the gradient of the mean cross-entropy and returns its value; every rank computes its share of the demonstrations."""
+    ranks = policy.ranks
     flat, plan = supervised(demonstrations)
+    if ranks.num > 1:
+        flat = flat.only(np.array(deal([len(ids) for ids, _ in demonstrations], ranks.num)[ranks.rank], np.int64))
+    batches = pack(flat, plan, tokens_per_micro_batch, policy.device)
+    batches += [idle(policy.device) for _ in range(ranks.largest([len(batches)])[0] - len(batches))]
     total = torch.zeros((), device=policy.device)
-    for batch in pack(flat, plan, tokens_per_micro_batch, policy.device):
+    for place, batch in enumerate(batches, 1):
         x, _ = policy.logprobs(batch, temperature=1.0)
         loss = -(x * batch.tokens.agg).sum()
-        loss.backward()
+        policy.backward(loss, last=place == len(batches))
         total += loss.detach()
-    return float(total)
+    return float(torch.stack(ranks.gather(total[None])).sum())
 
 
 def supervised(demonstrations: list[Demonstration]) -> tuple[Flat, Plan]:

@@ -344,7 +344,8 @@ def test_the_kl_term_pulls_towards_version_0_also_after_a_resume(tmp_path: Path)
 
 def test_the_metrics_page_names_every_metric_of_a_row_and_no_other(tmp_path: Path) -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
-    run = make_run(tmp_path / "metrics", versions=3, loss={"kind": "dppo_tv", "old": "mu", "delta": 0.2, "kl": "k2", "kl_coef": 0.1})
+    loss = {"kind": "dppo_tv", "old": "mu", "delta": 0.2, "kl": "k2", "kl_coef": 0.1}
+    run = make_run(tmp_path / "metrics", versions=3, loss=loss, advantage={"mode": "gae"}, value={})
     source = Recording(before=lambda version: time.sleep(1.1))  # the other roles are asked once a second, and a rate needs two answers
     learn_from(run, source, threading.Event())
     assert set(rows(run)[-1]) - {"version", "lineage"} == set(re.findall(r"^\| `([a-z]+/\w+)` \|", page, re.MULTILINE))

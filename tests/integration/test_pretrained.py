@@ -14,8 +14,10 @@ from rollstream import cli, models, pretrained
 from rollstream.configs.loader import create_run, load_config
 from rollstream.configs.run_folder import Run
 from rollstream.errors import CheckpointError, ConfigError, MissingExtra
-from rollstream.learner.checkpoint import write_checkpoint
+from rollstream.learner.checkpoint import Keep
 from rollstream.learner.optimizer import adamw
+from rollstream.learner.policy import Policy
+from rollstream.learner.saving import write_checkpoint
 from rollstream.models import check_model_folder, load_policy, load_tokenizer
 
 
@@ -26,9 +28,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     run = create_run(load_config("quickstart", [f"folder={folder}", "warmup=", "model.num_layers=1", "model.hidden_size=32"]), resume=False)
     first = models.prepare_model(run)
     model: Any = load_policy(first)
+    policy = Policy(model)
     for version in (0, 3):
         write_checkpoint(
-            run.checkpoints_folder, version=version, lineage=0, model=model, tokenizer=load_tokenizer(first), keep_last=9, keep_first=False, sync=lambda: None,
+            run.checkpoints_folder, version=version, lineage=0, policy=policy, tokenizer=load_tokenizer(first), keep=Keep(9), sync=lambda: None,
             optimizer=adamw(model.named_parameters(), [], rate=0.1), settings={}, progress={},
         )  # fmt: skip
         with torch.no_grad():

@@ -19,7 +19,9 @@ from rollstream.configs.loader import load_config
 from rollstream.configs.run_folder import Run
 from rollstream.errors import ConfigError
 from rollstream.learner.checkpoint import newest_checkpoint
-from rollstream.learner.loop import learn_from, start
+from rollstream.learner.loop import learn_from
+from rollstream.learner.ranks import Ranks
+from rollstream.learner.start import start
 from rollstream.learner.tokens import Tokens
 from rollstream.learner.value import value_loss
 
@@ -64,7 +66,7 @@ class Recording:
     def __init__(self, last: int) -> None:
         self.last, self.version = last, 0
 
-    def hello(self, version: int) -> Welcome:
+    def hello(self, version: int, lineage: int) -> Welcome:
         return Welcome(0, version)
 
     def pull(self, version: int, on_wait: Callable[[str], None], stop: threading.Event) -> Batch | None:
@@ -155,7 +157,7 @@ def test_the_head_warms_up_alone_and_the_policy_stays_as_it_is(tmp_path: Path) -
 def test_a_checkpoint_of_a_run_without_a_head_is_refused_for_one_with(tmp_path: Path) -> None:
     train(tmp_path, "learner.preset=grpo", "learner.value=", "learner.versions=1")
     with pytest.raises(ConfigError, match=r"(advantage|value) is .*checkpoint v000001 was trained with"):
-        start(run_of(tmp_path), threading.Event())
+        start(run_of(tmp_path), threading.Event(), Ranks())
 
 
 def test_the_clip_cuts_what_moved_far_towards_its_target_and_nothing_else() -> None:

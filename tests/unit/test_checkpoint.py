@@ -13,8 +13,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3
 
 from rollstream import models
 from rollstream.errors import CheckpointError
-from rollstream.learner.checkpoint import clear_leftovers, newest_checkpoint, read_checkpoint, restore_training, write_checkpoint
+from rollstream.learner.checkpoint import Keep, clear_leftovers, newest_checkpoint, read_checkpoint
 from rollstream.learner.optimizer import adamw
+from rollstream.learner.policy import Policy
+from rollstream.learner.saving import restore_training, write_checkpoint
 from rollstream.learner.tracker import cut_rows
 
 
@@ -27,6 +29,7 @@ class Saver:
             vocab_size=264, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=16
         )
         self.model: Any = Qwen3ForCausalLM(config)
+        self.policy = Policy(self.model)
         self.tokenizer = models.build_tiny_tokenizer(64)
         self.optimizer = adamw(self.model.named_parameters(), [], rate=0.01)
         self.folder = folder
@@ -40,8 +43,8 @@ class Saver:
         self, version: int, sync: Callable[[], object] = lambda: None, keep_last: int = 2, keep_first: bool = False, keep_every: int | None = None
     ) -> Path:
         return write_checkpoint(
-            self.folder, version=version, lineage=1, model=self.model, tokenizer=self.tokenizer, optimizer=self.optimizer, settings={"rate": 0.01},
-            progress={"skipped": 3}, keep_last=keep_last, keep_first=keep_first, keep_every=keep_every, sync=sync,
+            self.folder, version=version, lineage=1, policy=self.policy, tokenizer=self.tokenizer, optimizer=self.optimizer, settings={"rate": 0.01},
+            progress={"skipped": 3}, keep=Keep(keep_last, keep_first, keep_every), sync=sync,
         )  # fmt: skip
 
 
@@ -78,7 +81,7 @@ def test_training_goes_on_bit_for_bit_random_numbers_included(saver: Saver, tmp_
     other = Saver(tmp_path / "other")
     other.model = models.load_policy(folder / "model")
     other.optimizer = adamw(other.model.named_parameters(), [], rate=0.5)
-    restore_training(read_checkpoint(folder), other.optimizer, "cpu")
+    restore_training(read_checkpoint(folder), Policy(other.model), other.optimizer)
     other.step()
     assert all(torch.equal(tensor, other.model.state_dict()[name]) for name, tensor in expected.items())
 
