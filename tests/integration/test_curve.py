@@ -205,7 +205,8 @@ def test_a_training_beyond_loopback_runs_with_an_actor_that_was_given_a_copy_of_
     config.write_text(
         f"name: far\nfolder: {tmp_path}\nenv: {{id: rollstream/KeyValue-v0}}\nbuffer: {{endpoint: 'tcp://0.0.0.0:{port}'}}\n"
         "actors: {num: 1, slots: 4, sampler: {kind: scripted, token_delay_s: 0.005}, sampling: {max_turn_tokens: 8, max_trajectory_tokens: 160}}\n"
-        "learner: {versions: 100000, batch_groups: 2, group_size: 2}\nmodel: {kind: tiny, hidden_size: 32, num_layers: 1, num_heads: 1, num_kv_heads: 1}\n"
+        "learner: {versions: 100000, batch_groups: 2, group_size: 2, alarms: {max_skipped: 1000}}\n"
+        "model: {kind: tiny, hidden_size: 32, num_layers: 1, num_heads: 1, num_kv_heads: 1}\n"
     )
     rollstream = [sys.executable, "-P", "-m", "rollstream"]
     training = subprocess.Popen([*rollstream, "train", str(config), "--quiet"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -217,7 +218,7 @@ def test_a_training_beyond_loopback_runs_with_an_actor_that_was_given_a_copy_of_
         shutil.copy(folder / "keys" / "client.json", far / "copied.json")
         options = ["--id", "far-0", "--endpoint", f"tcp://localhost:{port}", "--keys", str(far / "copied.json")]
         with subprocess.Popen([*rollstream, "actor", str(far), *options], stderr=subprocess.PIPE, text=True) as helper:
-            streams.wait_until(lambda: helper.poll() is not None or (has_met(folder, "far-0") and version(folder) >= 2), 120)
+            streams.wait_until(lambda: helper.poll() is not None or (has_met(folder, "far-0") and version(folder) >= 2), 200)
             training.send_signal(signal.SIGINT)
             output, _ = training.communicate(timeout=60)
             _, told = helper.communicate(timeout=30)
