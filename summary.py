@@ -160,6 +160,8 @@ def audit_lines(report: AuditReport) -> Iterator[str]:
     if report.evaluations:
         yield f"evaluations  {_evaluations(report)}"
         yield from (f"             {reason}" for reason in report.evaluation_reasons)
+    if report.num_amendments:
+        yield f"amended      {_plural(report.num_amendments, 'score or other number', 'scores and other numbers')} came after the rows they are about"
     yield from _left_out(report)
     if report.unrecorded_bytes:
         yield f"unrecorded   {report.unrecorded_bytes:,} bytes behind the last acknowledged append, as a live or a killed buffer leaves them"

@@ -8,8 +8,8 @@ How an episode can end (``status``, ``stop_reason``):
     failed, infra            the world around the episode failed, or the environment did not answer within ``actors.episode_timeout_s``
     failed, env              the environment's own code raised
 
-A failed episode has reward null and never trains. A turn cut by ``max_turn_tokens`` is given to the environment as it is: what it is worth is for the
-environment to say.
+A failed episode has reward null and never trains. So has one whose environment says ``score_later``, until a scorer amends it. A turn cut by
+``max_turn_tokens`` is given to the environment as it is: what it is worth is for the environment to say.
 """
 
 from __future__ import annotations
@@ -80,11 +80,13 @@ class _Episode:
     env_s: float = 0.0
     reward_parts: dict[str, float] = field(default_factory=dict[str, float])
     metrics: dict[str, float] = field(default_factory=dict[str, float])
+    score_later: bool = False
 
     def note(self, info: dict[str, Any]) -> None:
         """Takes up what the environment reports so far."""
         self.reward_parts = dict(info.get("reward_parts", {}))
         self.metrics = dict(info.get("metrics", {}))
+        self.score_later = bool(info.get("score_later"))
 
 
 def sampling_seed(run_seed: int, lease: Lease, member: int, turn: int) -> int:
@@ -188,7 +190,7 @@ class Player:
             seed=lease.seed,
             purpose=lease.purpose,
             segments=(episode.record.segment(),),
-            reward=None if outcome.status == "failed" else episode.record.reward,
+            reward=None if outcome.status == "failed" or episode.score_later else episode.record.reward,
             status=outcome.status,
             stop_reason=outcome.stop_reason,
             reward_parts=episode.reward_parts,

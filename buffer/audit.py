@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import RunFolderError
+from .amendments import REWARD, Amendment, read_amendments, recorded_amendments
 from .audit_evaluations import check_evaluated, close_evaluations
 from .audit_log import Column, Rows, read_log
 from .audit_report import AuditReport, EnvBias, note
@@ -54,6 +55,7 @@ def audit(folder: Path) -> AuditReport:
             claims = close_evaluations(ledger, report)
             rows_recorded = dict(ledger.rows("SELECT append_id, num_rows FROM appends"))
             blobs: dict[str, int] = dict(ledger.rows("SELECT digest, size_bytes FROM blobs"))
+            amended = _check_amendments(folder / "amendments", ledger, report)
         rows = read_log(folder / "stream", ledger, appends, rows_recorded, report)
         _check_blobs(folder / "blobs", ledger, blobs, rows.digests, report)
     finally:
@@ -62,6 +64,8 @@ def audit(folder: Path) -> AuditReport:
     check_evaluated(claims, rows.where(evaluated), report)
     played = _per_trajectory(rows.where(~evaluated))
     _match_members(played, np.array(members, np.int64).reshape(-1, 4), report)
+    for key, reward in amended.items():
+        played.reward[played.key == key] = reward
     _check_batches(played, batches, lineages, failed, report)
     return report
 
@@ -153,6 +157,26 @@ def refusals(ledger: Ledger) -> dict[str, int]:
     """What the buffer refused over the whole run, by code."""
     counters = json.loads(ledger.meta("counters") or "{}")
     return {name.removeprefix("refused_"): count for name, count in sorted(counters.items()) if name.startswith("refused_")}
+
+
+def _check_amendments(folder: Path, ledger: Ledger, report: AuditReport) -> dict[int, float]:
+    """Every amendment lies in its log as the ledger says, and every reward that came later is its member's; gives those, by key of the member."""
+    recorded = recorded_amendments(ledger)
+    report.num_amendments = len(recorded)
+    logged: set[Amendment] = set()
+    for _, found in read_amendments(folder, ledger):
+        if isinstance(found, str):
+            note(report, [f"amendments {found}"])
+        else:
+            logged.update(found)
+    note(report, [f"the amendment of {amendment.name} is not in its log as the ledger has it" for amendment in recorded if amendment not in logged])
+    rewards = {(amendment.group_id, amendment.member): amendment.value for amendment in recorded if amendment.column == REWARD}
+    held = {(group_id, member): reward for group_id, member, reward in ledger.rows("SELECT group_id, member, reward FROM members")} if rewards else {}
+    note(
+        report,
+        [f"group {key[0]} member {key[1]} has reward {held.get(key)}, amended was {reward}" for key, reward in rewards.items() if held.get(key) != reward],
+    )
+    return {group_id * _MEMBERS + member: reward for (group_id, member), reward in rewards.items()}
 
 
 def _count_endings(ledger: Ledger, report: AuditReport) -> Ints:

@@ -80,6 +80,7 @@ class AuditReport:
     num_age_drops: int = 0
     repeated: dict[str, int] = field(default_factory=dict[str, int])
     num_unplayed: int = 0
+    num_amendments: int = 0
     failures: dict[str, int] = field(default_factory=dict[str, int])
     endings: dict[str, int] = field(default_factory=dict[str, int])
     duplicates: int = 0

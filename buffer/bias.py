@@ -66,7 +66,7 @@ class Bias:
         self._tallies: dict[tuple[str, Fate], Tally] = {}
         for env_id, fate, num, num_tokens, num_scored, reward in ledger.rows(_DECIDED):
             self._tallies[env_id, fate] = Tally(num, num_tokens, num_scored, reward)
-        for batch in ledger.batches(lineage, 1, 2**62):
+        for batch in ledger.batches(lineage):
             for group_id, number in batch.withheld:
                 group = ledger.group(group_id)
                 member = next((member for member in ledger.members(group_id) if member.member == number), None)

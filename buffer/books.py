@@ -17,8 +17,8 @@ import msgspec
 
 from ..errors import Refused, StreamError
 from .facts import Fact
-from .leases import Leases
 from .ledger import Ledger
+from .scoring import Scoring
 from .tables import BatchRow, GroupRow, MemberRow
 from .window import Group, Rules, choose
 
@@ -29,7 +29,7 @@ Verdict = Literal["store", "duplicate", "superseded", "retry"]
 without it · ``retry`` failed, to be played again."""
 
 
-class Books(Leases):
+class Books(Scoring):
     """The books of one run, over its ledger.
 
     ``counters`` only ever grow and survive restarts; ``counts`` are the groups per state.
@@ -102,10 +102,8 @@ class Books(Leases):
         self.ledger.put_member(member)
         if len(group.members) < group.row.num_members:
             self._heard_of(group, fact.member)
-        elif group.num_scored:
-            self._ready(group)
         else:
-            self._drop(group, "invalid")
+            self._complete(group)
 
     def _heard_of(self, group: Group, member: int) -> None:
         """The holder owes one member less; once it owes none, what is missing is offered again."""
@@ -281,6 +279,6 @@ class Books(Leases):
         head = min(self._groups.values(), key=lambda group: group.row.sequence, default=None)
         if head is None:
             return f"{ready}; nothing leased yet"
-        done = f"{len(head.members)} of {head.row.num_members} members done"
+        done = f"{len(head.members)} of {head.row.num_members} members done" + (f", {head.num_awaited} await their score" if head.num_awaited else "")
         player = "nobody yet" if head.row.holder is None else head.row.holder
         return f"{ready}; oldest is group {head.row.group_id} ({done}, {head.row.state}, played by {player})" if head.row.state == "open" else ready

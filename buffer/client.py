@@ -4,6 +4,9 @@ Each call is a request that the buffer may see twice without harm. A call surviv
 says Hello again and repeats its request. A buffer that stays silent for ``silent_s`` raises :class:`~rollstream.errors.DeadlineExceeded`.
 """
 
+# pyarrow ships no types
+# pyright: reportUnknownParameterType=false
+
 from __future__ import annotations
 
 import dataclasses
@@ -17,18 +20,20 @@ from types import TracebackType
 from typing import Self
 
 import msgspec
+import pyarrow as pa
 import zmq
 
 from ..errors import Corrupt, DeadlineExceeded, Refused, StreamError
 from . import wire
 from .actor_client import ActorClient
+from .amendments import REWARD, WHOLE, Amendment, encode_amendments
 from .blobs import BlobCache, digests_in
-from .columns import SCHEMA_VERSION, aligned, decode, from_frame
+from .columns import SCHEMA_VERSION, aligned, decode, frame_checksum, from_frame, with_reward
 from .curve import ClientKeys, Context, Door
 from .hold import DISK_FULL
-from .types import Batch, Trajectory
+from .types import Batch, Trajectory, TrajectoryKey
 
-__all__ = ["ActorClient", "LearnerClient", "SupervisorClient"]
+__all__ = ["ActorClient", "LearnerClient", "ScorerClient", "SupervisorClient"]
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +65,11 @@ class Connection:
         self._socket.connect(endpoint)
 
     def request(
-        self, message: wire.ClientMessage, *, timeout_s: float | None = None, cancelled: Callable[[], bool] = lambda: False
+        self,
+        message: wire.ClientMessage,
+        *payload: pa.Buffer,
+        timeout_s: float | None = None,
+        cancelled: Callable[[], bool] = lambda: False,
     ) -> tuple[wire.ServerMessage, Sequence[zmq.Frame]] | None:
         """Sends ``message`` until it is answered; gives the answer and its payload, or None once ``cancelled`` says so.
 
@@ -78,7 +87,7 @@ class Connection:
         resend_at = time.monotonic()
         while not cancelled():
             if time.monotonic() >= resend_at:
-                self._send(request_id, message)
+                self._send(request_id, message, *payload)
                 resend_at = time.monotonic() + _RESEND_S
             answer = self._receive(min(_SLICE_S, deadline - time.monotonic()))
             if answer is None and time.monotonic() >= deadline:
@@ -99,10 +108,10 @@ class Connection:
                 return reply, answer[1]
         return None
 
-    def _send(self, request_id: int, message: wire.ClientMessage) -> None:
+    def _send(self, request_id: int, message: wire.ClientMessage, *payload: pa.Buffer) -> None:
         header = _encoder.encode(wire.Envelope(wire.PROTOCOL_VERSION, self._run_id, request_id, message))
         try:
-            self._socket.send(header)
+            self._socket.send_multipart([header, *payload])
         except zmq.Again:
             logger.debug("event=send_queue_full endpoint=%s", self._endpoint)  # sent again soon
 
@@ -325,6 +334,32 @@ class SupervisorClient(_Client):
         return True
 
 
+class ScorerClient(_Client):
+    """Scores trajectories after they were stored: a judge, a reward model, a person."""
+
+    def __init__(self, endpoint: str, run_id: str, peer_id: str = "scorer", *, silent_s: float = 30.0, keys: ClientKeys | None = None) -> None:
+        super().__init__(endpoint, run_id, "scorer", peer_id, silent_s, keys)
+
+    def amend(self, amendments: Sequence[Amendment]) -> wire.Amended:
+        """Returns once ``amendments`` are durable; all of them, or none. Saying the same again changes nothing.
+
+        Raises:
+            DataRefused: they do not fit their columns.
+            Refused: a row that is not committed, a value that differs from an earlier one, a reward that nobody awaits (any more).
+            DeadlineExceeded: the buffer was silent.
+
+        """
+        frame = encode_amendments(amendments)
+        answer = self.connection.request(wire.Amend(len(amendments), frame_checksum(frame)), frame)
+        assert answer is not None
+        assert isinstance(answer[0], wire.Amended)
+        return answer[0]
+
+    def score(self, key: TrajectoryKey, reward: float) -> wire.Amended:
+        """Gives one trajectory the reward it awaits. Raises as :meth:`amend` does."""
+        return self.amend([Amendment(key.lineage, key.group_id, key.member, WHOLE, key.attempt, REWARD, reward, self._peer_id, time.time())])
+
+
 def _assemble(reply: wire.BatchReply, frames: Sequence[zmq.Frame]) -> Batch:
     """The batch in its recorded order, from frames in the order of the log."""
     if len(frames) != len(reply.checksums):
@@ -334,6 +369,8 @@ def _assemble(reply: wire.BatchReply, frames: Sequence[zmq.Frame]) -> Batch:
         trajectories.extend(decode(from_frame(aligned(frame.buffer), checksum)))
     if len(trajectories) != reply.num_trajectories:
         raise StreamError(f"batch {reply.version}: {reply.num_trajectories} trajectories announced, {len(trajectories)} came; run `rollstream audit`")
+    rewards = {key[:2]: key[2] for key in zip(reply.header.group_ids, reply.header.members, reply.header.rewards, strict=True)}
+    trajectories = [with_reward(trajectory, rewards[trajectory.key.group_id, trajectory.key.member]) for trajectory in trajectories]
     place = {group_id: index for index, group_id in enumerate(reply.groups)}
     trajectories.sort(key=lambda trajectory: (place[trajectory.key.group_id], trajectory.key.member))
     return Batch(reply.lineage, reply.version, tuple(reply.groups), tuple(trajectories), frozenset(reply.withheld), reply.recorded, reply.header)

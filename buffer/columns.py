@@ -191,6 +191,11 @@ def decode(batch: pa.RecordBatch) -> list[Trajectory]:
     return list(itertools.starmap(Trajectory, zip(*(fields[field.name] for field in dataclasses.fields(Trajectory)), strict=True)))
 
 
+def with_reward(trajectory: Trajectory, reward: float | None) -> Trajectory:
+    """``trajectory`` with the reward that came after its rows were stored; itself where it has its own."""
+    return trajectory if reward is None or trajectory.reward is not None else dataclasses.replace(trajectory, reward=reward)
+
+
 def _views(array: pa.Array) -> list[npt.NDArray[Any]]:
     """One read-only view per row of a list column."""
     values = array.values.to_numpy(zero_copy_only=True)
@@ -242,17 +247,17 @@ Compression = Literal["none", "lz4", "zstd"]
 _options: dict[str, ipc.IpcWriteOptions] = {}
 
 
-def to_frame(batch: pa.RecordBatch, compression: Compression = "none") -> pa.Buffer:
+def to_frame(batch: pa.RecordBatch, compression: Compression = "none", schema: pa.Schema = SCHEMA, schema_message: bytes = SCHEMA_MESSAGE) -> pa.Buffer:
     """``batch`` as one IPC message whose metadata carries its checksum; framing what was received uncompressed gives the same bytes again.
 
     With ``compression`` Arrow compresses each column's buffers; the frame says so itself, and readers need no setting.
     """
     if compression != "none":
         return _compressed_frame(batch, compression)
-    target = pa.allocate_buffer(ipc.get_record_batch_size(batch) + len(SCHEMA_MESSAGE) + _METADATA_SLACK)
+    target = pa.allocate_buffer(ipc.get_record_batch_size(batch) + len(schema_message) + _METADATA_SLACK)
     sink = pa.FixedSizeBufferWriter(target)
-    ipc.new_stream(sink, SCHEMA).write_batch(batch, custom_metadata={"checksum": _BLANK})
-    return _sealed_with_checksum(target, sink.tell())
+    ipc.new_stream(sink, schema).write_batch(batch, custom_metadata={"checksum": _BLANK})
+    return _sealed_with_checksum(target, sink.tell(), len(schema_message))
 
 
 def _compressed_frame(batch: pa.RecordBatch, compression: str) -> pa.Buffer:
@@ -267,10 +272,10 @@ def _compressed_frame(batch: pa.RecordBatch, compression: str) -> pa.Buffer:
     return _sealed_with_checksum(target, end)
 
 
-def _sealed_with_checksum(stream: pa.Buffer, end: int) -> pa.Buffer:
+def _sealed_with_checksum(stream: pa.Buffer, end: int, begin: int = len(SCHEMA_MESSAGE)) -> pa.Buffer:
     """The record-batch message of a stream that ends at ``end``, its checksum written into it."""
-    frame = stream.slice(len(SCHEMA_MESSAGE), end - len(SCHEMA_MESSAGE))
-    place = len(SCHEMA_MESSAGE) + _digits_place(bytes(frame.slice(0, _metadata_end(frame))))
+    frame = stream.slice(begin, end - begin)
+    place = begin + _digits_place(bytes(frame.slice(0, _metadata_end(frame))))
     memoryview(stream).cast("B")[place : place + 16] = f"{xxhash.xxh3_64_intdigest(frame):016x}".encode()
     return frame
 
@@ -302,7 +307,7 @@ def frame_checksum(frame: pa.Buffer) -> int:
     return found
 
 
-def from_frame(frame: pa.Buffer, expected: int) -> pa.RecordBatch:
+def from_frame(frame: pa.Buffer, expected: int, schema: pa.Schema = SCHEMA) -> pa.RecordBatch:
     """The record batch in ``frame``, without copying it.
 
     Raises:
@@ -316,10 +321,10 @@ def from_frame(frame: pa.Buffer, expected: int) -> pa.RecordBatch:
         message = ipc.read_message(frame)
         if message.type != "record batch" or _metadata_end(frame) + message.body.size != frame.size:
             raise Corrupt(f"a frame of {frame.size} bytes is not one whole record batch")
-        batch = ipc.read_record_batch(message, SCHEMA)
+        batch = ipc.read_record_batch(message, schema)
         batch.validate(full=True)
     except (pa.ArrowException, OSError, ValueError) as error:
-        raise Corrupt(f"a frame of {frame.size} bytes does not follow schema version {SCHEMA_VERSION}: {error}") from error
+        raise Corrupt(f"a frame of {frame.size} bytes does not follow schema version {schema.metadata[b'schema_version'].decode()}: {error}") from error
     return batch
 
 

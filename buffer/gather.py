@@ -29,6 +29,10 @@ def read_header(ledger: Ledger, log: Log, group_ids: Sequence[int], shared: Mapp
     found: dict[Member, Entry] = {}
     for append_id, keys in _wanted(ledger, group_ids).items():
         found |= entries(committed(log.read(ledger.append(append_id)[0]), set(keys)), shared)
+    for member in (member for group_id in group_ids for member in ledger.members(group_id)):
+        entry = found[member.group_id, member.member]
+        if entry.reward is None and member.reward is not None:  # it came later: the row does not have it
+            found[member.group_id, member.member] = entry._replace(reward=member.reward)
     return assemble(found, group_ids)
 
 

@@ -21,6 +21,7 @@ import zmq
 from ..configs.run_folder import Run
 from ..errors import Corrupt, DataRefused, Refused
 from . import wire
+from .amendments import Amendments
 from .blob_store import BlobStore, digests_of
 from .books import Books, Verdict
 from .columns import SCHEMA_VERSION, Compression, aligned, frame_checksum, from_frame, rows_of, to_frame
@@ -51,10 +52,11 @@ _encoder = msgspec.msgpack.Encoder()
 class Handlers:
     """The state of the buffer between two polls: books, log, peers, the answers of this round."""
 
-    def __init__(self, run: Run, books: Books, log: Log) -> None:
+    def __init__(self, run: Run, books: Books, log: Log, amendments: Amendments) -> None:
         self.books = books
         self.evaluations = Evaluations(books.ledger, EvaluationRules.of(run.config))
         self.log = log
+        self.amendments = amendments
         self.peers = Peers()
         self.round_bytes = 0
         self._run_id = run.run_id
@@ -73,6 +75,7 @@ class Handlers:
             wire.Credit: self._credit,
             wire.Append: self._append,
             **dict.fromkeys((wire.AskBlobs, wire.PutBlob, wire.FetchBlobs), self._blobs),
+            wire.Amend: self._amend,
             wire.Heartbeat: self._heartbeat,
             wire.Release: self._release,
             wire.PullBatch: self._pull,
@@ -146,10 +149,12 @@ class Handlers:
         self.evaluations.save_counters()
         self.blobs.flush()
         self.log.flush()
+        self.amendments.flush()
         self.books.ledger.commit()
         if self._sync_wanted:
             self.blobs.sync()
             self.log.sync()
+            self.amendments.sync()
             self.books.ledger.sync()
             self._sync_wanted = False
         self.log.release()
@@ -181,7 +186,7 @@ class Handlers:
         peer = self.peers.at(route)
         if peer is not None:
             peer.last_heard = now
-        if isinstance(message, wire.Append | wire.PutBlob):
+        if isinstance(message, wire.Append | wire.Amend | wire.PutBlob):
             self.round_bytes = 0  # it is neither kept nor answered: the actor sends it again
             return
         if isinstance(message, wire.Heartbeat) and peer is not None:
@@ -345,6 +350,9 @@ class Handlers:
         if purpose_of(batch) == "eval":
             return [self.evaluations.receive(one, self._next_append_id, self.books.version) for one in played_of(batch, found)], "evaluation_"
         return [self.books.receive(fact, self._next_append_id) for fact in found], ""
+
+    def _amend(self, peer: Peer, message: wire.Amend, request_id: int, payload: Payload, now: float) -> None:
+        self._send(peer.route, request_id, self.amendments.answer(message, payload, self.books))
 
     def _store(self, stored: list[Fact], frame: pa.Buffer, batch: pa.RecordBatch, checksum: int) -> None:
         """Writes the frame as it came; where some of its rows were not accepted, a frame of the others."""

@@ -1,7 +1,7 @@
 """Looking at a run's trajectories from the outside: listed and filtered by the ledger, read from the log, queried with SQL.
 
 Reads only, also beside a live buffer. A listing opens no segment; a trajectory or an export reads only the appends that hold its rows, checksums verified.
-SQL goes through DuckDB over four views: ``members`` (one row per trajectory: what became of it), ``trajectories`` (one row per segment: every column of the
+SQL goes through DuckDB over five views: ``members`` (one row per trajectory: what became of it), ``trajectories`` (one row per segment: every column of the
 stream, with ``state``, ``trained_version``, ``lag`` and ``withheld``), ``groups`` and ``batches``.
 """
 
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 from ..errors import ConfigError, Corrupt, MissingExtra
-from .columns import SCHEMA, decode, rows_of
+from .columns import SCHEMA, decode, rows_of, with_reward
 from .evaluation_tables import FIRST_GROUP
 from .lineages import Lineages
 from .log import segment_path
@@ -27,7 +27,7 @@ from .recorded import Segments, open_ledger
 from .sealed import sealed_path
 from .types import Purpose, Trajectory
 
-VIEWS = ("trajectories", "members", "groups", "batches", "evaluations")
+VIEWS = ("trajectories", "members", "groups", "batches", "evaluations", "amendments")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +116,7 @@ _KNOWN = (
     "group_id, member, attempt, env_id, reward, status, stop_reason, num_tokens, num_trained_tokens, min_version, max_version, "
     "state, trained_version, lineage, append_id, purpose"
 )
+_REWARD = SCHEMA.get_field_index("reward")
 _ADDED = ("state", "trained_version", "lag", "withheld")
 EXPORTED = pa.schema([*SCHEMA, *(_MEMBERS_TABLE.field(name) for name in _ADDED)])
 """Columns of an export: those of the stream, and what became of the trajectory."""
@@ -161,6 +162,11 @@ class Inspector:
         owners = {batch.version: batch.lineage for batch in batches}
         return [_listed(row, (row[0], row[1]) in withheld, owners.get(row[12], 0), lineages) for row in reversed(rows)]
 
+    def awaited(self) -> list[Listed]:
+        """Trajectories that wait for a score that comes later, oldest first; see :class:`rollstream.buffer.client.ScorerClient`."""
+        listed = self.listed(Filter())
+        return [one for one in listed if one.purpose == "train" and one.state == "open" and one.reward is None and one.status != "failed"]
+
     def envs(self) -> list[str]:
         """Every environment that was leased."""
         return sorted(env_id for (env_id,) in self._ledger.rows("SELECT env_id FROM groups UNION SELECT env_id FROM evaluation_groups"))
@@ -190,7 +196,7 @@ class Inspector:
         batch = next((batch for _, batch in self._batches(found)), None)
         if batch is None:
             raise Corrupt(f"group {group_id} member {member}: its rows were removed by retention (buffer.keep_gb); only its line in the list is left")
-        return found[0], decode(batch)[0]
+        return found[0], with_reward(decode(batch)[0], found[0].reward)
 
     def tables(self, listed: Iterable[Listed]) -> Iterator[pa.Table]:
         """The rows of these trajectories in :data:`EXPORTED`, append by append.
@@ -201,6 +207,7 @@ class Inspector:
         """
         for owners, batch in self._batches(listed):
             columns = [*batch.columns, *(pa.array([getattr(owner, name) for owner in owners], _MEMBERS_TABLE.field(name).type) for name in _ADDED)]
+            columns[_REWARD] = pa.array([owner.reward for owner in owners], pa.float64())  # with those that came later
             yield pa.Table.from_arrays(columns, schema=EXPORTED)
 
     def _batches(self, listed: Iterable[Listed]) -> Iterator[tuple[list[Listed], pa.RecordBatch]]:
@@ -255,7 +262,7 @@ class Inspector:
 
     def _register(self, register: Callable[[str, pa.Table], object], named: set[str]) -> list[str]:
         """Gives DuckDB the tables behind the views; the result are the sealed files, which it reads itself."""
-        for name in ("groups", "batches", "evaluations"):
+        for name in ("groups", "batches", "evaluations", "amendments"):
             if name in named:
                 register(name, self._table(name))
         if named & {"members", "trajectories"}:
@@ -299,5 +306,6 @@ def _table_of(listed: list[Listed]) -> pa.Table:
 def _trajectories_view(files: list[str]) -> str:
     sealed = f" UNION ALL BY NAME SELECT * FROM read_parquet({files})" if files else ""  # noqa: S608 - our own names
     added = ", ".join(f"members.{name}" for name in _ADDED)
+    rows = "rows.* REPLACE (members.reward AS reward)"  # with those that came later
     join = "JOIN members ON (members.group_id = rows.group_id AND members.member = rows.member AND members.attempt = rows.attempt)"
-    return f"CREATE TEMP VIEW trajectories AS SELECT rows.*, {added} FROM (SELECT * FROM unsealed_rows{sealed}) rows {join}"  # noqa: S608 - our own names
+    return f"CREATE TEMP VIEW trajectories AS SELECT {rows}, {added} FROM (SELECT * FROM unsealed_rows{sealed}) rows {join}"  # noqa: S608 - our own names

@@ -60,7 +60,7 @@ class Leases:
         if row.holder is not None:
             group.playing = set(group.missing)
             self._held.setdefault(row.holder, set()).add(row.group_id)
-        else:
+        elif group.missing:
             heapq.heappush(self._offered, (row.sequence, row.group_id))
 
     # --- leases ---------------------------------------------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ class Leases:
         """Lets ``peer_id`` keep the open groups it says it plays, where nobody else holds them."""
         for group_id in group_ids:
             group = self._groups.get(group_id)
-            if group is not None and group.row.state == "open" and group.row.holder is None and group.row.attempt >= 0:
+            if group is not None and group.row.state == "open" and group.row.holder is None and group.row.attempt >= 0 and group.missing:
                 self._put(group, holder=peer_id)
                 group.playing = set(group.missing)
                 group.granted_at = now

@@ -210,6 +210,11 @@ class Ledger:
         """Records a committed member."""
         self._new_members.append(member)
 
+    def set_reward(self, group_id: int, member: int, reward: float) -> None:
+        """Gives a committed member the reward that came later."""
+        self._settle()
+        self.write("UPDATE members SET reward = ? WHERE group_id = ? AND member = ?", (reward, group_id, member))
+
     def put_failure(self, group_id: int, member: int, attempt: int, reason: str) -> None:
         """Records a failed attempt that will be played again."""
         self.write("INSERT OR IGNORE INTO failures VALUES(?, ?, ?, ?)", (group_id, member, attempt, reason))

@@ -58,10 +58,11 @@ class Log:
 
     """
 
-    def __init__(self, folder: Path, *, segment_bytes: int) -> None:
+    def __init__(self, folder: Path, *, segment_bytes: int, schema_message: bytes = SCHEMA_MESSAGE) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self._segment_bytes = segment_bytes
+        self._schema_message = schema_message
         self._lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -85,8 +86,8 @@ class Log:
             self._end_segment()
         if self._offset is None:
             self._segment += 1
-            self._take(SCHEMA_MESSAGE)
-            self._offset = len(SCHEMA_MESSAGE)
+            self._take(self._schema_message)
+            self._offset = len(self._schema_message)
         location = Location(self._segment, self._offset, frame.size, checksum)
         self._take(frame)
         self._offset += frame.size

@@ -15,7 +15,7 @@ from typing import Self
 import pyarrow as pa
 
 from ..errors import ConfigError, Corrupt, RunFolderError
-from .columns import decode, from_frame
+from .columns import decode, from_frame, with_reward
 from .gather import committed
 from .header import Entry, Member, assemble, entries
 from .ledger import BatchRow, Ledger
@@ -102,6 +102,7 @@ class Recorded:
                 raise ConfigError(
                     f"version {version} of lineage {self.lineage} has no recorded batch: there are {self._ledger.last_batch(self.lineage)}, counted from 1"
                 )
+            rewards = {(row.group_id, row.member): row.reward for group_id in found.groups for row in self._ledger.members(group_id)}
             appends, removed = self._appends(found), {sealed.segment for sealed, gone in self._ledger.segments() if gone}
             shared = {other: self.lineages.common(other, found.lineage) for other in range(self.lineages.current + 1) if other != found.lineage}
         trajectories: list[Trajectory] = []
@@ -112,6 +113,8 @@ class Recorded:
             rows = committed(self._segments.read(location), keys)
             trajectories.extend(decode(rows))
             described |= entries(rows, shared)
+        described = {key: entry if entry.reward is not None else entry._replace(reward=rewards[key]) for key, entry in described.items()}
+        trajectories = [with_reward(trajectory, rewards[trajectory.key.group_id, trajectory.key.member]) for trajectory in trajectories]
         place = {group_id: index for index, group_id in enumerate(found.groups)}
         trajectories.sort(key=lambda trajectory: (place[trajectory.key.group_id], trajectory.key.member))
         header = assemble(described, found.groups)

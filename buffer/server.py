@@ -11,6 +11,7 @@ import os
 import socket as sockets
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 
 import zmq
@@ -18,6 +19,7 @@ import zmq
 from ..configs.run_folder import Run
 from ..errors import ConfigError, DiskFull
 from . import wire
+from .amendments import Amendments
 from .blob_store import recover_blobs
 from .books import Books
 from .curve import Context, Gate, buffer_keys, prepare_keys
@@ -60,25 +62,30 @@ def serve(run: Run, stop: threading.Event) -> None:
                 forget(ledger, lost)
             fork_once(ledger, run.fork, log.read)
             log.release()
-            handlers = Handlers(run, Books(ledger, rules), log)
-            with (
-                zmq.Context() as context,
-                _router(context) as socket,
-                Gate(context, socket, buffer_keys(run), handlers.count_refusal) as gate,
-                Sealer(run, handlers.books, log, handlers.blobs) as sealer,
-            ):
-                _bind(socket, run)
-                leased, version = handlers.books.num_leased, handlers.books.version
-                logger.info("event=serving endpoint=%s run_id=%s leased=%d version=%d", run.bind_endpoint, run.run_id, leased, version)
-                try:
-                    loop(socket, handlers, sealer, gate, stop)
-                finally:
-                    if run.bind_endpoint.startswith("ipc://"):
-                        Path(run.bind_endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
+            with closing(Amendments(run.amendments_folder, ledger, segment_bytes=run.config.buffer.segment_mb * 2**20)) as amendments:
+                _serve(run, Handlers(run, Books(ledger, rules), log, amendments), stop)
         finally:
             ledger.close()
     finally:
         log.close()
+
+
+def _serve(run: Run, handlers: Handlers, stop: threading.Event) -> None:
+    """Binds the endpoint and runs the loop."""
+    with (
+        zmq.Context() as context,
+        _router(context) as socket,
+        Gate(context, socket, buffer_keys(run), handlers.count_refusal) as gate,
+        Sealer(run, handlers.books, handlers.log, handlers.blobs) as sealer,
+    ):
+        _bind(socket, run)
+        leased, version = handlers.books.num_leased, handlers.books.version
+        logger.info("event=serving endpoint=%s run_id=%s leased=%d version=%d", run.bind_endpoint, run.run_id, leased, version)
+        try:
+            loop(socket, handlers, sealer, gate, stop)
+        finally:
+            if run.bind_endpoint.startswith("ipc://"):
+                Path(run.bind_endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
 
 
 def loop(socket: zmq.Socket[bytes], handlers: Handlers, sealer: Sealer, gate: Gate, stop: threading.Event) -> None:
@@ -123,6 +130,7 @@ def loop(socket: zmq.Socket[bytes], handlers: Handlers, sealer: Sealer, gate: Ga
     if handlers.hold is not None:
         handlers.blobs.abandon()
         handlers.log.abandon()
+        handlers.amendments.abandon()
         handlers.books.ledger.abandon()
         raise DiskFull(f"stopped while the disk was full, nothing acknowledged is lost: {handlers.hold.reason}")
 

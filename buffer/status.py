@@ -12,6 +12,7 @@ _STATES = ("open", "ready", "assigned", "trained", "dropped")
 _COUNTERS = (
     *("leases", "leases_given_up", "leases_expired", "episodes", "superseded", "duplicates", "refused"),
     *("invalid_infra", "invalid_env", "retries_infra", "retries_env", "unplayed_members", "groups_closed_early", "groups_dropped_late"),
+    *("scores", "scores_missing"),
     *("appends", "rows_stored", "trajectories_stored", "bytes_stored", "blobs_stored", "blob_bytes_stored", "blobs_received", "blobs_sent"),
     *("age_drops", "refilled_groups", "digests_differ"),
 )

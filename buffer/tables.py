@@ -3,7 +3,7 @@
 ``groups`` are leases and what became of them; ``members`` the attempts that won; ``failures`` attempts that are played again, with their reason; ``unplayed``
 members that a group was closed without, at its deadline, with length and reward where they came late; ``tasks`` the environments with their weights, and
 from which of its leases on (``since``) how many tasks each has, null where there is no end to them; ``forks`` where each
-lineage but the first began.
+lineage but the first began; ``amendments`` what was said of rows after they had been stored.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from .types import GroupState
 
-LEDGER_VERSION = 6
+LEDGER_VERSION = 7
 """Of the tables below and of those of evaluations: another one's ledger is refused."""
 
 TABLES = """
@@ -30,6 +30,11 @@ CREATE TABLE IF NOT EXISTS failures(
     PRIMARY KEY(group_id, member, attempt)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS unplayed(
     group_id INTEGER NOT NULL, member INTEGER NOT NULL, num_tokens INTEGER, reward REAL, PRIMARY KEY(group_id, member)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS amendments(
+    lineage INTEGER NOT NULL, group_id INTEGER NOT NULL, member INTEGER NOT NULL, segment INTEGER NOT NULL, attempt INTEGER NOT NULL,
+    column TEXT NOT NULL, value REAL NOT NULL, source TEXT NOT NULL, written_at REAL NOT NULL,
+    append_id INTEGER NOT NULL, file INTEGER NOT NULL, offset INTEGER NOT NULL, size_bytes INTEGER NOT NULL, checksum TEXT NOT NULL,
+    PRIMARY KEY(group_id, member, attempt, segment, column)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS tasks(place INTEGER PRIMARY KEY, env_id TEXT NOT NULL, weight REAL NOT NULL, num_tasks INTEGER, since INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS appends(
     append_id INTEGER PRIMARY KEY, segment INTEGER NOT NULL, offset INTEGER NOT NULL, size_bytes INTEGER NOT NULL, checksum TEXT NOT NULL,

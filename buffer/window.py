@@ -44,6 +44,7 @@ class Rules:
     versions: int
     min_group: int = 1
     group_deadline_s: float | None = None
+    score_timeout_s: float = 600.0
 
     @classmethod
     def of(cls, config: Config) -> Rules:
@@ -64,6 +65,7 @@ class Rules:
             versions=learner.versions,
             min_group=buffer.min_group,
             group_deadline_s=buffer.group_deadline_s,
+            score_timeout_s=buffer.score_timeout_s,
         )
 
     def attempts(self, stop_reason: str) -> int:
@@ -108,6 +110,11 @@ class Group:
     def num_scored(self) -> int:
         """Finished members with a reward."""
         return sum(member.reward is not None for member in self.members.values())
+
+    @property
+    def num_awaited(self) -> int:
+        """Finished members whose score is still to come."""
+        return sum(member.reward is None and member.status != "failed" for member in self.members.values())
 
     def num_failures(self, member: int, reason: str) -> int:
         """How often a member has failed for that reason and was to be played again."""

@@ -11,6 +11,7 @@ structs below, MessagePack) followed by Arrow IPC record-batch frames where the 
     AskBlobs         ->             LackedBlobs                  which of these digests must be sent
     PutBlob + frame  ->             Acknowledged | Refused       the bytes of one digest, before the rows that name it
     FetchBlobs       ->             Blobs + frames | Refused     the bytes of the first of these digests, as many as fit
+    Amend + frame    ->             Amended | Refused            only after the amendments are in their log
     Heartbeat        ->             Acknowledged                 keeps leases; carries the actor's counters and what it waits for
     Release          ->             Acknowledged                 an actor that stops gives its leases back
     PullBatch        ->             BatchReply + frames | Wait   the header and a rank's rows, the same every time; Stop when the run ends
@@ -30,12 +31,12 @@ import msgspec
 
 from .types import Header, Purpose
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 
 MAX_FRAME_BYTES = 64 * 2**20
 """Of one frame to the buffer. A peer that sends a longer one loses its connection."""
 
-Role = Literal["actor", "evaluator", "learner", "supervisor"]
+Role = Literal["actor", "evaluator", "learner", "supervisor", "scorer"]
 RefusalCode = Literal[
     "unknown_peer",
     "replaced",
@@ -48,6 +49,9 @@ RefusalCode = Literal[
     "not_leased",
     "wrong_tasks",
     "unknown_blob",
+    "already_amended",
+    "not_awaited",
+    "too_late",
 ]
 
 
@@ -108,6 +112,13 @@ class FetchBlobs(Message, frozen=True):
     """Asks for the bytes of these blobs."""
 
     digests: list[str]
+
+
+class Amend(Message, frozen=True):
+    """Scores and other numbers that come after the rows they are about, as one Arrow record-batch frame (see ``amendments``) with its ``checksum``."""
+
+    num_amendments: int
+    checksum: int
 
 
 class Heartbeat(Message, frozen=True):
@@ -262,6 +273,13 @@ class Blobs(Message, frozen=True):
     digests: list[str]
 
 
+class Amended(Message, frozen=True):
+    """The amendments are in their log. ``num_known`` of them had been made before, with the same value."""
+
+    num_stored: int
+    num_known: int
+
+
 class BatchReply(Message, frozen=True):
     """A recorded batch: ``header`` describes all of it, the rows of the trajectories dealt to the asking rank follow as record-batch frames.
 
@@ -359,23 +377,10 @@ class StatusReply(Message, frozen=True):
 
 
 ClientMessage = (
-    Hello
-    | Credit
-    | Append
-    | AskBlobs
-    | PutBlob
-    | FetchBlobs
-    | Heartbeat
-    | Release
-    | PullBatch
-    | Trained
-    | Published
-    | Retained
-    | Sync
-    | StatusRequest
-    | Farewell
-)
-ServerMessage = Welcome | Leases | Appended | LackedBlobs | Blobs | BatchReply | Wait | Acknowledged | Refused | Stop | StatusReply | Evaluations
+    Hello | Credit | Append | Amend | AskBlobs | PutBlob | FetchBlobs | Heartbeat
+    | Release | PullBatch | Trained | Published | Retained | Sync | StatusRequest | Farewell
+)  # fmt: skip
+ServerMessage = Welcome | Leases | Appended | Amended | LackedBlobs | Blobs | BatchReply | Wait | Acknowledged | Refused | Stop | StatusReply | Evaluations
 
 
 M = TypeVar("M")

@@ -5,6 +5,7 @@ config.yaml          resolved configuration and its provenance (run id, versions
 ledger.sqlite        states of every group, recorded batches
 stream/              the durable Arrow log
 blobs/               images and other media, each once, under its digest
+amendments/          what was said later of its rows: scores
 keys/                where other machines can reach the buffer: who may speak to it (mode 0700)
 model/               the starting policy as a Hugging Face folder
 checkpoints/v000000/ one folder per kept version
@@ -74,6 +75,11 @@ class Run:
     def blobs_folder(self) -> Path:
         """Bytes that the log names by digest."""
         return self.folder / "blobs"
+
+    @property
+    def amendments_folder(self) -> Path:
+        """Log of amendments."""
+        return self.folder / "amendments"
 
     @property
     def model_folder(self) -> Path:

@@ -118,6 +118,8 @@ class Buffer(Section):
     """Seconds from its first lease after which a group is closed with the members it has; null waits for all."""
     min_group: int = Field(default=2, ge=1, le=10_000)
     """Scored members a group needs at its deadline; with fewer it is dropped and another one is leased. Read with ``group_deadline_s``."""
+    score_timeout_s: Seconds = 600.0
+    """Seconds a group whose members are all played waits for scores that come later; then those without one are invalid."""
     segment_mb: int = Field(default=256, ge=1, le=65_536)
     """Size at which a segment of the log is closed and the next one opened."""
     keep_gb: float | None = Field(default=None, gt=0)

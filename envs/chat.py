@@ -63,6 +63,7 @@ class Turn:
         reward: of this turn; None means this turn is not scored, and counts nothing. Left out while there are ``reward_parts``, it is their sum.
         done: the task ended (terminated).
         truncated: the episode is cut here although the task has not ended.
+        score_later: the whole episode has no reward yet: it awaits one from a scorer (``buffer.score_timeout_s``).
         reward_parts: the reward by named components, added up over the episode in ``info["reward_parts"]``.
         metrics: numbers for people, never trained on: added up over the episode in ``info["metrics"]``, except ``success``, where the latest stands.
 
@@ -72,6 +73,7 @@ class Turn:
     reward: float | None = None
     done: bool = False
     truncated: bool = False
+    score_later: bool = False
     reward_parts: Mapping[str, float] = field(default_factory=dict[str, float])
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
 
@@ -84,6 +86,7 @@ class _Episode:
     metrics: dict[str, float]
     reward_parts: dict[str, float] = field(default_factory=dict[str, float])
     num_turns: int = 0
+    score_later: bool = False
     ended: bool = False
 
 
@@ -205,12 +208,18 @@ class ChatEnv(gymnasium.Env[Observation, Message | str]):
         scored = [score for score in scores if score is not None]
         for turn in turns:
             _add_up(episode, turn)
+        episode.score_later |= any(turn.score_later for turn in turns)
         terminated = any(turn.done for turn in turns)
         cut = "" if terminated else self._cut(episode, turns)
         if cut == "turns" and self.max_turns == 1:
             terminated, cut = True, ""
         episode.ended = terminated or bool(cut)
-        info = {"turn_reward": sum(scored) if scored else None, **self._totals(episode), **({"truncation": cut} if cut else {})}
+        info = {
+            "turn_reward": sum(scored) if scored else None,
+            **self._totals(episode),
+            **({"truncation": cut} if cut else {}),
+            **({"score_later": True} if episode.score_later else {}),
+        }
         return messages, float(sum(scored)), terminated, bool(cut), info
 
     def _choose_task(self, options: dict[str, Any]) -> int:

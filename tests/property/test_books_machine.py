@@ -3,8 +3,10 @@
 Forks begin new lineages in between.
 
 Checked after every step: each lease is in exactly one state and the books close (invariant 1); nothing beyond max_lag is trained and nothing is trained twice
-(2); no version is trained that the learner did not hold (3); a lost process costs at most the members it had not finished (8). Groups have a deadline: one
-that is closed without some of its members has enough that are scored, and whoever comes late is never stored.
+(2); no version is trained that the learner did not hold (3); a lost process costs at most the members it had not finished (8).
+
+Groups have a deadline: one that is closed without some of its members has enough that are scored, and whoever comes late is never stored. Some members are
+scored only later: their groups wait for it and are never leased again for it.
 """
 
 from __future__ import annotations
@@ -13,10 +15,12 @@ import shutil
 import tempfile
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from rollstream.buffer.amendments import REWARD, WHOLE, Amendment
 from rollstream.buffer.books import Books
 from rollstream.buffer.facts import Fact
 from rollstream.buffer.ledger import Ledger
@@ -24,6 +28,7 @@ from rollstream.buffer.log import Location
 from rollstream.buffer.recovery import fork
 from rollstream.buffer.window import Rules
 from rollstream.buffer.wire import Lease
+from rollstream.errors import Refused
 
 ACTORS = ("actor-0", "actor-1", "actor-2")
 DEADLINE_S = 10.0
@@ -57,6 +62,7 @@ class BooksMachine(RuleBasedStateMachine):
             versions=1_000_000,
             min_group=min(min_group, group_size),
             group_deadline_s=DEADLINE_S,
+            score_timeout_s=DEADLINE_S,
         )
         self.now = 0.0
         self.ledger = Ledger(self.folder / "ledger.sqlite", "run-a")
@@ -73,7 +79,7 @@ class BooksMachine(RuleBasedStateMachine):
             self.ledger.close()
             shutil.rmtree(self.folder)
 
-    def play(self, lease: Lease, member: int, *, fails: bool, reward: float) -> Fact:
+    def play(self, lease: Lease, member: int, *, fails: bool, reward: float | None) -> Fact:
         """With the oldest version the lease allows: what actors that load weights late do."""
         version = lease.admit_version
         ending = ("failed", "infra") if fails else ("terminated", "terminated")
@@ -105,8 +111,8 @@ class BooksMachine(RuleBasedStateMachine):
             self.playing[actor].extend((lease, member) for member in lease.members)
 
     @precondition(lambda self: any(self.playing.values()))
-    @rule(data=st.data(), fails=st.sampled_from((False, False, False, True)), reward=st.sampled_from((0.0, 1.0)))
-    def finish_a_member(self, data: st.DataObject, fails: bool, reward: float) -> None:
+    @rule(data=st.data(), fails=st.sampled_from((False, False, False, True)), reward=st.sampled_from((0.0, 1.0, None)))
+    def finish_a_member(self, data: st.DataObject, fails: bool, reward: float | None) -> None:
         actor = data.draw(st.sampled_from([actor for actor in ACTORS if self.playing[actor]]))
         lease, member = self.playing[actor].pop(data.draw(st.integers(0, len(self.playing[actor]) - 1)))
         self.send(self.play(lease, member, fails=fails, reward=reward))
@@ -122,6 +128,22 @@ class BooksMachine(RuleBasedStateMachine):
     def the_same_rows_come_again(self, data: st.DataObject) -> None:
         fact = data.draw(st.sampled_from(self.sent))
         assert self.books.receive(fact, 10**6) in ("duplicate", "superseded")
+
+    @precondition(lambda self: any(fact.reward is None for fact in self.finished.values()))
+    @rule(data=st.data(), value=st.sampled_from((0.0, 1.0)))
+    def a_score_comes(self, data: st.DataObject, value: float) -> None:
+        unscored = sorted(key for key, fact in self.finished.items() if fact.reward is None)
+        fact = self.finished[data.draw(st.sampled_from(unscored))]
+        amendment = Amendment(0, fact.group_id, fact.member, WHOLE, fact.attempt, REWARD, value, "judge", 0.0)
+        row = self.ledger.group(fact.group_id)
+        assert row is not None
+        if fact.status == "failed" or row.state != "open":
+            with pytest.raises(Refused):
+                self.books.amend([amendment], lambda _: None)
+            return
+        assert self.books.amend([amendment], lambda _: None) == [amendment]
+        assert self.books.amend([amendment], lambda _: value) == []
+        self.finished[fact.group_id, fact.member] = fact._replace(reward=value)
 
     @rule(actor=st.sampled_from(ACTORS), still_sends=st.booleans())
     def an_actor_falls_silent(self, actor: str, still_sends: bool) -> None:

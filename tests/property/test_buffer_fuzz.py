@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rollstream.buffer import wire
+from rollstream.buffer.amendments import Amendments
 from rollstream.buffer.books import Books
 from rollstream.buffer.columns import encode, frame_checksum, from_frame, to_frame
 from rollstream.buffer.handlers import Handlers
@@ -38,7 +39,8 @@ class Buffer:
         config = Config.model_validate({"name": "fuzz", "env": {"id": "Acme/Calculator-v0"}, "learner": {"versions": 9, "batch_groups": 1, "group_size": 2}})
         self.ledger = Ledger(folder / "ledger.sqlite", RUN_ID)
         self.log = Log(folder / "stream", segment_bytes=2**20)
-        self.handlers = Handlers(Run(folder, config, RUN_ID), Books(self.ledger, Rules.of(config)), self.log)
+        self.amendments = Amendments(folder / "amendments", self.ledger, segment_bytes=2**20)
+        self.handlers = Handlers(Run(folder, config, RUN_ID), Books(self.ledger, Rules.of(config)), self.log, self.amendments)
         self.now = 0.0
 
     def say(self, *frames: bytes, route: bytes = ROUTE) -> list[Any]:
