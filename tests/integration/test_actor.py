@@ -273,7 +273,7 @@ def test_a_scripted_actor_loads_no_torch(tmp_path: Path) -> None:
         "import sys; import rollstream.actors.loop as loop; from rollstream.configs.schema import Config; from rollstream.configs.run_folder import Run;"
         "from pathlib import Path; config = Config.model_validate({'name': 'x', 'env': {'id': 'rollstream/KeyValue-v0'},"
         "'actors': {'sampler': {'kind': 'scripted'}}, 'learner': {'versions': 1, 'batch_groups': 1, 'group_size': 1}});"
-        f"sampler, renderers = loop.build_sampler(Run(Path({str(tmp_path)!r}), config, 'x')); renderers.of(());"
+        f"sampler, renderers = loop.build_sampler(Run(Path({str(tmp_path)!r}), config, 'x'), config.actors); renderers.of(());"
         "print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)

@@ -282,9 +282,9 @@ def trajectory(purpose: Any, versions: tuple[int, ...]) -> Trajectory:
     """Tokens of these versions, of which the policy sampled the last."""
     num = len(versions)
     mask = (np.arange(num) == num - 1).astype(np.uint8)
-    turns = {"turn_starts": np.array([0], np.int32), "turn_roles": ("assistant",), "turn_rewards": (None,)}
     logprobs = np.where(mask, -1.0, 0.0).astype(np.float32)
-    segment = Segment(np.arange(num, dtype=np.int32), mask, logprobs, np.arange(num, dtype=np.int32), np.array(versions, np.int32), **turns)
+    starts, turn = np.arange(num, dtype=np.int32), np.array([0], np.int32)
+    segment = Segment(starts, mask, logprobs, starts, np.array(versions, np.int32), turn, ("assistant",), (None,))
     key = TrajectoryKey(0, FIRST_GROUP, 0, 0)
     return Trajectory(key, "Acme/Calculator-v0", 0, 0, purpose, (segment,), 1.0, "terminated", "terminated", env_metrics={"success": 1.0, "calls": 2.0})
 

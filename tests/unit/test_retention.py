@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,14 @@ from rollstream.buffer.retention import find_retained
 from rollstream.buffer.weights import WeightsReader, WeightsWriter
 from rollstream.errors import WeightsGone
 
+
+def shared_memory(folder: Path, room: int) -> WeightsWriter:
+    return WeightsWriter(folder, 1, room)
+
+
 Channel = tuple[Callable[..., Publishing], Callable[[Path], Subscription]]
 CHANNELS: dict[str, Channel] = {
-    "shm": (lambda folder, room: WeightsWriter(folder, 1, room), WeightsReader),
+    "shm": (shared_memory, WeightsReader),
     "files": (FileWriter, lambda folder: FileReader(folder, "evaluator-0")),
 }
 
@@ -30,7 +35,7 @@ def channel(request: pytest.FixtureRequest) -> Channel:
 
 
 @contextlib.contextmanager
-def writing(folder: Path, channel: Channel, room: int) -> Iterator[Publishing]:
+def writing(folder: Path, channel: Channel, room: int) -> Generator[Publishing]:
     writer = channel[0](folder, room)
     try:
         yield writer
