@@ -18,7 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from rollstream.buffer.audit import audit
 from rollstream.buffer.inspect import Filter, Inspector
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 SMALL = (
     *("actors.slots=8", "learner.batch_groups=2", "learner.group_size=4", "learner.checkpoint.every=4", "learner.checkpoint.keep_last=10"),
@@ -34,7 +34,7 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 
 
 def wait_for(job: subprocess.Popen[str], condition: Callable[[], Any], what: str) -> Any:
-    deadline = time.monotonic() + 180
+    deadline = time.monotonic() + 300
     while not (found := condition()):
         assert job.poll() is None, f"the run ended before {what}"
         assert time.monotonic() < deadline, f"waited for {what}"
