@@ -47,7 +47,8 @@ def resumed_config(given: Config, recorded: Config, overrides: Iterable[str], *,
                 f"{leaf} is {_get(kept, leaf)!r} in the run's record and {_get(wanted, leaf)!r} now: recorded batches would change their meaning; "
                 f"leave it out to go on as recorded, {other}or start under another name (name=NEW)"
             )
-        _set(wanted, path, _get(kept, path))
+        if _get(kept, path) is not None or _get(wanted, path) is not None:  # a kind of policy may not have the key at all
+            _set(wanted, path, _get(kept, path))
     return Config.model_validate(wanted)
 
 

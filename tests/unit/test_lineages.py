@@ -17,6 +17,8 @@ from rollstream.buffer.recovery import fork, fork_once
 from rollstream.buffer.sealed import SealedFile
 from rollstream.buffer.window import Rules
 from rollstream.buffer.wire import Lease
+from rollstream.configs.loader import load_config
+from rollstream.configs.resume import changed_keys, resumed_config
 from rollstream.configs.run_folder import ForkPoint
 from rollstream.errors import Corrupt, Refused, RunFolderError
 
@@ -295,3 +297,14 @@ def test_members_whose_rows_are_damaged_are_played_again_and_groups_whose_rows_w
     assert [(row.state, row.reason) for row in states.values() if row is not None] == [("open", None), ("dropped", "removed")]
     assert next((lease.group_id, lease.members) for lease in leases(books)) == (damaged, [1])
     books.check()
+
+
+def test_a_fork_may_change_how_a_run_is_trained_also_where_its_policy_is_sharded() -> None:
+    options = ["learner.policy={kind: fsdp, ranks: 2}"]
+    recorded = load_config("quickstart", options)
+    asked = ["learner.loss.kind=gspo", "learner.policy.ranks=3"]
+    config = resumed_config(load_config("quickstart", [*options, *asked]), recorded, asked, fork=True)
+    assert (config.learner.loss.kind, config.seed) == ("gspo", recorded.seed)
+    assert changed_keys(recorded, config) == ["learner.loss.kind", "learner.policy.ranks"]
+    with pytest.raises(RunFolderError, match="seed is 0"):
+        resumed_config(load_config("quickstart", [*options, "seed=3"]), recorded, ["seed=3"], fork=True)
