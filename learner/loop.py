@@ -99,8 +99,7 @@ def learn_from(run: Run, source: BatchSource, stop: threading.Event, ranks: Rank
     saving_s = 0.0
 
     def wait(reason: str) -> None:
-        _tell(source, publisher)
-        evaluations.look()
+        _tell(source, publisher, evaluations)
         logger.debug("version=%d waiting_for=%s", held.version + 1, reason)
 
     try:
@@ -226,9 +225,11 @@ def _leave(run: Run, held: Held, source: BatchSource, publisher: Publisher | Gat
         logger.warning("version=%d saved=%s reason=%s", held.version, held.saved, error)
 
 
-def _tell(source: BatchSource, publisher: Publisher | GatheringPublisher) -> None:
-    """Records the digests of what was written since; here and not in the thread, since a socket belongs to one thread."""
+def _tell(source: BatchSource, publisher: Publisher | GatheringPublisher, evaluations: Evaluations | None = None) -> None:
+    """Records the digests of what was written since, and looks at ``evaluations``; here and not in the thread, since a socket belongs to one thread."""
     for manifest in publisher.written():
         note = source.published(manifest.version, manifest.digest)
         if note:
             logger.warning("version=%d digest=%s note=%s", manifest.version, manifest.digest, note)
+    if evaluations is not None:
+        evaluations.look()
