@@ -1,7 +1,7 @@
 """Looking at a run's trajectories from the outside: listed and filtered by the ledger, read from the log, queried with SQL.
 
 Reads only, also beside a live buffer. A listing opens no segment; a trajectory or an export reads only the appends that hold its rows, checksums verified.
-SQL goes through DuckDB over five views: ``members`` (one row per trajectory: what became of it), ``trajectories`` (one row per segment: every column of the
+SQL goes through DuckDB over six views: ``members`` (one row per trajectory: what became of it), ``trajectories`` (one row per segment: every column of the
 stream, with ``state``, ``trained_version``, ``lag`` and ``withheld``), ``groups`` and ``batches``.
 """
 

@@ -14,6 +14,7 @@ from rollstream.buffer.recovery import forget
 from rollstream.buffer.window import Rules
 from rollstream.buffer.wire import Lease
 from rollstream.configs.checks import check_config
+from rollstream.configs.learner_schema import Overlong
 from rollstream.configs.loader import load_config
 from rollstream.errors import ConfigError
 
@@ -234,3 +235,37 @@ def test_a_minimum_above_the_group_size_is_refused_where_there_is_a_deadline() -
     check_config(load_config("quickstart", ["buffer.min_group=99"]))
     with pytest.raises(ConfigError, match=r"buffer\.min_group 99 is larger than learner\.group_size 8"):
         check_config(load_config("quickstart", ["buffer.min_group=99", "buffer.group_deadline_s=5"]))
+
+
+# --- degenerate groups --------------------------------------------------------------------------------------------------------------
+
+
+def test_rewards_are_shaped_before_a_group_is_called_degenerate_and_unscored_members_do_not_count(ledger: Ledger) -> None:
+    """Equal rewards of which one is fined for its length do teach; two different rewards of which one is not scored do not."""
+    overlong = Overlong(max_len=10, buffer=5)
+    books = Books(ledger, rules(group_size=2, depth=3, max_lag=4, max_refill=1, overlong=overlong, max_env_attempts=1))
+    fined, single, live = (grant(books) for _ in range(3))
+    for member, length in ((0, 5), (1, 9)):
+        books.receive(played(fined, member, reward=1.0, num_trained_tokens=length), 1)
+    books.receive(played(single, 0, reward=1.0), 1)
+    books.receive(failed(single, 1, "env"), 1)
+    for member in (0, 1):
+        books.receive(played(live, member), 1)
+    batch = books.batch(1)
+    assert batch is not None
+    assert batch.groups == [fined.group_id], "it teaches, so nothing replaces it"
+    batch = books.batch(2)
+    assert batch is not None
+    assert batch.groups == [single.group_id, live.group_id], "one that teaches nothing is replaced"
+
+
+def test_a_batch_whose_refill_is_used_up_trains_what_is_live(ledger: Ledger) -> None:
+    books = Books(ledger, rules(group_size=2, batch_groups=2, depth=3, max_lag=5, max_refill=1))
+    leases = [grant(books) for _ in range(5)]
+    for lease in leases:
+        for member in (0, 1):
+            books.receive(played(lease, member, reward=1.0), 1)
+    batch = books.batch(1)
+    assert batch is not None
+    assert batch.groups == [lease.group_id for lease in leases[:3]]
+    assert books.counters["refilled_groups"] == 1
