@@ -5,6 +5,7 @@ The schema bounds every key alone; here is what needs two keys, the files of a m
 
 from __future__ import annotations
 
+import importlib.util
 import ipaddress
 import json
 import math
@@ -16,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
-from ..errors import ConfigError
+from ..errors import ConfigError, MissingExtra
 from .learner_schema import FsdpPolicy, SinglePolicy
 from .run_folder import Run
 from .schema import Config, Env, FolderModel, RayLauncher, TinyModel
@@ -57,10 +58,11 @@ def check_config(config: Config) -> None:
 
 
 def check_machine(run: Run) -> None:
-    """Refuses a run for which this machine has no free port, no room for its weights, or too long a temporary path.
+    """Refuses a run for which this machine lacks a library, a free port, room for its weights, or a short enough temporary path.
 
-    Raises :class:`ConfigError`.
+    Raises :class:`ConfigError`, :class:`MissingExtra`.
     """
+    check_tracking(run.config)
     _check_port(run.config.buffer.endpoint)
     if run.config.buffer.endpoint == "ipc":
         length = len(os.fsencode(str(run.socket_folder / "buffer")))
@@ -83,6 +85,12 @@ def check_machine(run: Run) -> None:
             f"{base} has {free_bytes / 2**20:,.0f} MiB free, the weights channel needs {needed / 2**20:,.0f} MiB ({why}); "
             f"{'free some, or choose another folder (folder=PATH)' if files else remedy}"
         )
+
+
+def check_tracking(config: Config) -> None:
+    """Raises :class:`MissingExtra` where rows are to go to a library that is not installed."""
+    if config.tracking.wandb is not None and importlib.util.find_spec("wandb") is None:
+        raise MissingExtra("tracking.wandb needs wandb, not installed here: pip install 'rollstream[wandb]', or leave tracking.wandb out")
 
 
 def weights_bytes(config: Config) -> int:

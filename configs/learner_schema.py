@@ -137,7 +137,7 @@ class Value(Section):
     """Full rate of AdamW on the head; it follows the schedule of learner.optimizer."""
     value_clip: float | None = Field(default=0.2, gt=0)
     """How far a value may move from where it stood at the start of the batch before its gradient is cut; null is no bound."""
-    warmup_versions: int = Field(default=0, ge=0)
+    warmup_versions: int = Field(default=0, ge=0, le=MAX_VERSIONS)
     """Versions in which only the head learns."""
 
 
@@ -289,5 +289,7 @@ class Learner(Section):
     """Tokens packed into one forward and backward; at least ``max_trajectory_tokens``."""
     device: Device = "cpu"
     """Where the learner computes: ``cpu``, ``cuda``, ``cuda:N``."""
+    peak_tflops: float | None = Field(default=None, gt=0, le=1_000_000)
+    """What the device can do, for ``learner/mfu``; null takes the maker's figure for known GPUs and measures anything else at start."""
     num_threads: int = Field(default=1, ge=1, le=1024)
     """PyTorch threads of the learner; a resume that is exact needs the same number."""

@@ -14,6 +14,7 @@ metrics.jsonl        one object per policy version
 evaluations.jsonl    one object per evaluation that has closed, in the order they closed
 metrics.abandoned.jsonl  those of versions that a fork left behind; their checkpoints are in checkpoints/abandoned/
 tensorboard/         the same numbers
+wandb/               and again, where tracking.wandb is set
 logs/ROLE.log        what each process wrote
 weights/             the newest versions for the actors, while the run lives and weights.channel is files
 """

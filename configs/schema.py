@@ -313,6 +313,24 @@ Launcher = Annotated[
 ]
 
 
+class Wandb(Section):
+    """Weights & Biases gets the rows too, under the same names; needs the extra ``wandb``. A run keeps its id there when it is resumed."""
+
+    project: str = Field(default="rollstream", min_length=1, max_length=128)
+    """Project the run is filed under."""
+    entity: str | None = Field(default=None, min_length=1, max_length=128)
+    """User or team it belongs to; null is the account's default."""
+    mode: Literal["offline", "online"] = "offline"
+    """offline writes below ``runs/NAME/wandb`` for ``wandb sync``; online sends rows while the run goes on."""
+
+
+class Tracking(Section):
+    """Where the rows of metrics go beside ``metrics.jsonl`` and TensorBoard."""
+
+    wandb: Wandb | None = None
+    """Weights & Biases; null is none."""
+
+
 class Config(Section):
     """One run. ``imports`` are modules or files that register environments; they are imported in every role."""
 
@@ -335,6 +353,7 @@ class Config(Section):
     evaluation: Evaluation | None = None
     """Evaluation while training goes on; null is none."""
     launcher: Launcher = LocalLauncher()
+    tracking: Tracking = Tracking()
 
     @property
     def envs(self) -> tuple[Env, ...]:

@@ -82,9 +82,11 @@ class MicroBatch:
     What the model sees: ``input_ids`` and ``position_ids`` ``[1, Q] int64`` (positions start again in each segment), ``cu_seqlens`` ``[R + 1] int32``,
     ``max_length``, ``layout`` (see :mod:`rollstream.learner.attention`). What is scored: hidden state ``source[n]`` scores ``targets[n]``, both
     ``[N] int64``; ``scored [N] int64`` is where those targets lie among this rank's tokens. What the loss sees: ``tokens``, ``[N]`` each, active tokens only.
-    For bootstraps: ``after [K] int64`` are the hidden states after the last active token of the trajectories ``after_trajectory [K] int64``.
+    ``lengths [R]`` are those of the segments, on the host. For bootstraps: ``after [K] int64`` are the hidden states after the last active token of the
+    trajectories ``after_trajectory [K] int64``.
     """
 
+    lengths: Int64
     input_ids: torch.Tensor
     position_ids: torch.Tensor
     cu_seqlens: torch.Tensor
@@ -264,7 +266,9 @@ def idle(device: torch.device | str = "cpu") -> MicroBatch:
     tokens = Tokens(row=nothing, num_rows=1, mask=nothing.bool(), adv=values, agg=values, mu=values, row_trajectory=zero, names=[""])
     lengths = torch.tensor([0, 1], dtype=torch.int32, device=device)
     layout = layout_of(np.ones(1, np.int64), device)
-    return MicroBatch(zero[None], zero[None], lengths, 1, layout, nothing, nothing, nothing, tokens, after=nothing, after_trajectory=nothing)
+    return MicroBatch(
+        np.zeros(1, np.int64), zero[None], zero[None], lengths, 1, layout, nothing, nothing, nothing, tokens, after=nothing, after_trajectory=nothing
+    )
 
 
 def _micro_batch(flat: Flat, plan: Plan, mask: Bool, rows: Int64, ends: Int64, further: Int64, device: torch.device) -> MicroBatch:
@@ -296,6 +300,7 @@ def _micro_batch(flat: Flat, plan: Plan, mask: Bool, rows: Int64, ends: Int64, f
         names=[flat.rows.names[trajectory] for trajectory in flat.rows.row_trajectory[mine]] if flat.rows.names else None,
     )
     return MicroBatch(
+        lengths=lengths,
         input_ids=put(flat.token_ids[place].astype(np.int64))[None],
         position_ids=put(position)[None],
         cu_seqlens=put(cu_seqlens.astype(np.int32)),

@@ -12,6 +12,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+CHUNK_BYTES = {"cpu": 64 * 2**20}
+"""The most that the logits of one chunk may take, by type of device: few enough for a core's caches and for memory, many enough for a good matrix product."""
+_ELSEWHERE_BYTES = 512 * 2**20
+"""The same on accelerators, which need larger products."""
+_MAX_CHUNK = 1024
 _IMPOSSIBLE = -1e30
 """Stands in for a logit of -inf wherever it meets its probability, which is 0: 0 times -inf is NaN."""
 
@@ -28,14 +33,15 @@ def token_logprobs(
     weight: Tensor,
     targets: Tensor,
     temperature: float = 1.0,
-    chunk_tokens: int = 1024,
+    chunk_tokens: int | None = None,
     want_entropy: bool = False,
     bias: Tensor | None = None,
 ) -> TokenLogprobs:
     """Log softmax(hidden weight^T / temperature) at ``targets``, differentiable in ``hidden [P, H]``, ``weight [V, H]`` and ``bias [V]``.
 
-    Works in chunks of ``chunk_tokens``: logits ``[chunk, V]`` exist for one chunk at a time, forward and backward, and only the log-sum-exp ``[P]`` in two
-    parts (and the entropy) is saved. 16-bit inputs are multiplied in float32: logits rounded to 16 bits are no basis for importance ratios.
+    Works in chunks of ``chunk_tokens``, by default :func:`chunk_of`: logits ``[chunk, V]`` exist for one chunk at a time, forward and backward, and only
+    the log-sum-exp ``[P]`` in two parts (and the entropy) is saved. 16-bit inputs are multiplied in float32: logits rounded to 16 bits are no basis for
+    importance ratios.
     ``targets [P] int64``.
     With z = logits / temperature and p = softmax z: d logp / dz = onehot - p and dH / dz = -p (log p + H).
 
@@ -43,10 +49,17 @@ def token_logprobs(
     """
     if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1] or targets.shape != hidden.shape[:1]:
         raise ValueError(f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}, targets {tuple(targets.shape)}: expected [P, H], [V, H], [P]")
+    chunk_tokens = chunk_of(weight) if chunk_tokens is None else chunk_tokens
     if temperature <= 0 or chunk_tokens < 1:
         raise ValueError(f"temperature {temperature} and chunk_tokens {chunk_tokens} must be positive")
     logprobs, entropy = _TokenLogprobs.apply(hidden, weight, bias, targets, temperature, chunk_tokens, want_entropy)
     return TokenLogprobs(logprobs, entropy)
+
+
+def chunk_of(weight: Tensor) -> int:
+    """Tokens per chunk for the output matrix ``weight [V, H]``: up to 1024, fewer where their float32 logits would take more than :data:`CHUNK_BYTES`."""
+    limit = CHUNK_BYTES.get(weight.device.type, _ELSEWHERE_BYTES)
+    return max(1, min(_MAX_CHUNK, limit // (4 * weight.shape[0])))
 
 
 class _Saved(Protocol):

@@ -23,6 +23,7 @@ from ..errors import RankFailed, RoleFailed, StreamError
 from .alarms import check_alarms
 from .checkpoint import Keep, model_folder_of, name_of
 from .evaluations import Evaluations
+from .flops import peak_flops
 from .gathered import GatheringPublisher
 from .intake import Taken, take
 from .metrics import Counters, costs_of, data_figures, row_of
@@ -33,6 +34,7 @@ from .start import Held, device_of, lora_of, reference_of, start, step_settings
 from .step import Stepper
 from .tracker import Tracker
 from .updates import Trained, train_batch
+from .wandb_tracker import WandbTracker
 
 logger = logging.getLogger(__name__)
 
@@ -92,11 +94,11 @@ def learn_from(run: Run, source: BatchSource, stop: threading.Event, ranks: Rank
     if held.saved is None:
         held.saved = _save(run, held, source)
     stepper = Stepper(held.policy, held.optimizer, run.config, reference_of(run, held.policy))
-    tracker = Tracker(run.metrics_path, run.tensorboard_folder, held.version) if ranks.leads else None
+    tracker = _tracker(run, held) if ranks.leads else None
+    peak = peak_flops(held.policy.device, getattr(torch, config.policy.compute_dtype), config.peak_tflops)
     publisher = _publisher(run, held)
     evaluations = Evaluations(run, source, publisher, tracker) if tracker is not None else None
-    counters = Counters(source.status)
-    saving_s = 0.0
+    counters, saving_s = Counters(source.status), 0.0
 
     def wait(reason: str) -> None:
         _tell(source, publisher, evaluations)
@@ -117,7 +119,7 @@ def learn_from(run: Run, source: BatchSource, stop: threading.Event, ranks: Rank
             (evaluations or publisher).publish(held.lineage, held.version)
             ended = time.perf_counter()
             seconds = {"step": ended - began, "wait_batch": taken.wait_s, "prepare": taken.prepare_s, "publish": publisher.copy_s}
-            row = row_of(data, done, skipped=held.skipped, seconds=seconds | {"checkpoint": saving_s}) | costs_of(ranks)
+            row = row_of(data, done, skipped=held.skipped, seconds=seconds | {"checkpoint": saving_s}, peak_flops=peak) | costs_of(ranks)
             if tracker is not None:
                 tracker.row(taken.batch.lineage, held.version, row | counters.read())
                 publisher.expect(counters.num_actors)
@@ -211,6 +213,11 @@ def _save(run: Run, held: Held, source: BatchSource) -> Path:
         keep=Keep(settings.checkpoint.keep_last, settings.loss.kl is not None or lora_of(settings) is not None, settings.checkpoint.keep_every),
         sync=source.sync,
     )
+
+
+def _tracker(run: Run, held: Held) -> Tracker:
+    wandb = run.config.tracking.wandb
+    return Tracker(run.metrics_path, run.tensorboard_folder, held.version, None if wandb is None else WandbTracker(wandb, run, held.lineage))
 
 
 def _leave(run: Run, held: Held, source: BatchSource, publisher: Publisher | GatheringPublisher) -> None:

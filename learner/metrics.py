@@ -26,11 +26,11 @@ _OF_BUFFER = (
 """Counters of the buffer that a row repeats."""
 
 
-def row_of(data: Mapping[str, float], done: Trained, *, skipped: int, seconds: Mapping[str, float]) -> dict[str, float]:
+def row_of(data: Mapping[str, float], done: Trained, *, skipped: int, seconds: Mapping[str, float], peak_flops: float | None = None) -> dict[str, float]:
     """The learner's own numbers for the updates of one version, beside those of its ``data`` (:func:`data_figures`).
 
     ``skipped`` counts skipped versions so far. ``seconds`` are what the loop itself spent, by phase; ``checkpoint`` is that of the version before, whose
-    row was written already.
+    row was written already. ``peak_flops`` is what the device could do in a second, where that is known.
     """
     gradients, update = done.gradients, done.update
     computed_s = gradients.seconds + update.seconds
@@ -49,8 +49,17 @@ def row_of(data: Mapping[str, float], done: Trained, *, skipped: int, seconds: M
         "time/fence_s": done.fence_s,
         "time/optimizer_s": update.seconds,
         "learner/tokens_per_s": gradients.num_tokens / computed_s if computed_s > 0 else 0.0,
+        **_of_flops(done, computed_s, peak_flops),
         "learner/padding_share": 1.0 - gradients.num_tokens / done.num_cells if done.num_cells else 0.0,
     }
+
+
+def _of_flops(done: Trained, seconds: float, peak: float | None) -> dict[str, float]:
+    """What was computed per second, and as a share of what the device could do; see :mod:`.flops`."""
+    if not done.flops or seconds <= 0:
+        return {}
+    rate = done.flops / seconds
+    return {"learner/tflops_per_s": rate / 1e12} | ({} if peak is None else {"learner/mfu": rate / peak})
 
 
 def _of_values(done: Trained) -> dict[str, float]:
@@ -101,7 +110,9 @@ def data_figures(batch: Batch, work: Work, envs: Sequence[Env]) -> dict[str, flo
     if successes:
         row["train/success"] = float(np.mean(successes))
     if work.plan.staleness is not None:
-        row |= {"train/lag_max": work.plan.staleness.max, "train/lag_mean": work.plan.staleness.mean}
+        staleness, total = work.plan.staleness, max(int(work.plan.staleness.tokens_by_lag.sum()), 1)
+        row |= {"train/lag_max": staleness.max, "train/lag_mean": staleness.mean, "train/dropped_stale_tokens": staleness.dropped_tokens}
+        row |= {f"train/lag_{lag}_share": int(num) / total for lag, num in enumerate(staleness.tokens_by_lag) if num}
     return row | (_of_envs(batch, [env.id for env in envs]) if len(envs) > 1 else {})
 
 

@@ -20,6 +20,7 @@ from ..buffer.types import Batch
 from ..configs.schema import Config
 from ..errors import ConfigError, DataRefused, describe
 from .collate import Flat, MicroBatch, flatten, idle, pack
+from .flops import cost_of
 from .lora import AdaptersOff
 from .objective import Objective, Stats, Tokens
 from .optimizer import clip, learning_rate, parameters_of, set_rate
@@ -91,6 +92,7 @@ class Stepper:
         self.policy, self.config, self.reference = policy, config, reference
         self.optimizer = optimizer
         self._objective = Objective(config.learner.loss)
+        self._cost = cost_of(policy.model)
         self.num_steps = 0
         """How often the optimiser has changed the weights."""
         self._parameters, self._value_parameters = parameters_of(optimizer)
@@ -124,6 +126,13 @@ class Stepper:
         """``work`` with ``num`` micro-batches, the most that any rank has; those beyond its own are empty."""
         missing = num - len(work.micro_batches)
         return work if missing == 0 else replace(work, micro_batches=[*work.micro_batches, *[idle(self.policy.device) for _ in range(missing)]])
+
+    def flops(self, work: Work) -> float:
+        """Model FLOPs of :meth:`differentiate`: a forward and a backward pass, the latter twice the former, and one forward for each pass beside them."""
+        passes = 1 if work.values_alone else 3
+        passes += self._objective.needs_proximal_pass
+        passes += self.reference is not None and any(batch.tokens.ref is None for batch in work.micro_batches)
+        return passes * sum(self._cost.forward(batch.lengths, len(batch.scored)) for batch in work.micro_batches)
 
     def differentiate(self, work: Work) -> Gradients:
         """Forward and backward over all micro-batches; gradients add up in the parameters. The sum does not depend on the split: every weight is global.

@@ -1,4 +1,4 @@
-"""The run's numbers: one JSON object per policy version in ``metrics.jsonl``, the same names in TensorBoard.
+"""The run's numbers: one JSON object per policy version in ``metrics.jsonl``, the same names in TensorBoard and where a mirror takes them.
 
 A row is written and handed to the kernel before the next step starts. Values that are not finite are left out, so every line is plain JSON. On resume,
 rows after the checkpoint go (by one atomic replacement) and TensorBoard is told to forget the same steps; the steps that are done again write them
@@ -14,7 +14,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from tensorboard.compat.proto import event_pb2, summary_pb2
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -23,10 +23,18 @@ _events: Any = event_pb2
 _summaries: Any = summary_pb2
 
 
-class Tracker:
-    """Writes one row per version. ``version`` is the one the run starts from: rows after it are cut."""
+class Mirror(Protocol):
+    """Takes the same rows elsewhere, and never raises."""
 
-    def __init__(self, metrics_path: Path, tensorboard_folder: Path, version: int) -> None:
+    def row(self, version: int, values: Mapping[str, float]) -> None: ...  # noqa: D102
+    def close(self) -> None: ...  # noqa: D102
+
+
+class Tracker:
+    """Writes one row per version. ``version`` is the one the run starts from: rows after it are cut. ``mirror`` gets every row too."""
+
+    def __init__(self, metrics_path: Path, tensorboard_folder: Path, version: int, mirror: Mirror | None = None) -> None:
+        self._mirror = mirror
         last = cut_rows(metrics_path, version)
         self.earlier_s = float(last.get("time/wall_s", 0.0))
         """Seconds the run had taken up to ``version``."""
@@ -71,6 +79,8 @@ class Tracker:
     def _tell_board(self, version: int, values: Mapping[str, float]) -> None:
         summary = _summaries.Summary(value=[_summaries.Summary.Value(tag=name, simple_value=float(value)) for name, value in values.items()])
         self._board.add_event(_events.Event(wall_time=time.time(), step=version, summary=summary))
+        if self._mirror is not None:
+            self._mirror.row(version, {"lineage": lineage, **finite})
 
     def close(self) -> None:
         """Flushes both to disk."""
@@ -78,6 +88,8 @@ class Tracker:
         os.fsync(self._file.fileno())
         self._file.close()
         self._board.close()
+        if self._mirror is not None:
+            self._mirror.close()
 
 
 def cut_rows(path: Path, version: int) -> dict[str, Any]:

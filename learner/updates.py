@@ -30,7 +30,8 @@ class Trained:
 
     ``gradients`` merges their measurements, each token once per epoch; its loss is their mean. ``update.grad_norm`` is the mean of the norms.
     ``num_updates`` counts those that changed the weights, ``proximal_s`` is what dealing and freezing log-probabilities took, ``fence_s`` the wait
-    for ``before_change``, ``num_cells`` how many cells attention computed for the tokens (the difference is padding). ``metrics`` are those of the batch's
+    for ``before_change``, ``num_cells`` how many cells attention computed for the tokens (the difference is padding), ``flops`` the
+    model FLOPs of forward and backward. ``metrics`` are those of the batch's
     credit, by their full names.
     """
 
@@ -40,6 +41,7 @@ class Trained:
     proximal_s: float
     fence_s: float
     num_cells: int
+    flops: float
     metrics: dict[str, float]
 
 
@@ -66,8 +68,9 @@ def train_batch(stepper: Stepper, work: Work, version: int, alarms: Alarms, befo
         gradients.append(found)
         updates.append(stepper.update(version, found))
     num_cells = sum(found.num_cells for found in gradients)
+    flops = sum(stepper.flops(share) for share in shares)
     whole, update = _together(gradients, updates)
-    return Trained(whole, update, sum(update.stepped for update in updates), proximal_s, fence_s, num_cells, frozen.metrics)
+    return Trained(whole, update, sum(update.stepped for update in updates), proximal_s, fence_s, num_cells, flops, frozen.metrics)
 
 
 def split(stepper: Stepper, work: Work, seed: tuple[int, int]) -> list[Work]:

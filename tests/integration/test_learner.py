@@ -161,7 +161,7 @@ def test_a_row_has_the_names_people_plot(whole: tuple[Run, Recording]) -> None:
         *(f"optim/{name}" for name in ("grad_norm", "learning_rate", "skipped_steps")),
         *(f"time/{name}_s" for name in ("step", "wait_batch", "prepare", "proximal", "forward_backward", "fence", "optimizer")),
         *(f"time/{name}_s" for name in ("publish", "checkpoint", "wall")), "learner/padding_share", "learner/peak_memory_mb", "optim/updates",
-        "learner/tokens_per_s", "learner/cpu_s", "actors/cpu_s", "buffer/cpu_s",
+        "learner/tokens_per_s", "learner/tflops_per_s", "learner/mfu", "learner/cpu_s", "actors/cpu_s", "buffer/cpu_s",
         *(f"buffer/groups_{state}" for state in ("open", "ready", "trained", "dropped")),
     }  # fmt: skip
     run, _ = whole
@@ -348,7 +348,10 @@ def test_the_metrics_page_names_every_metric_of_a_row_and_no_other(tmp_path: Pat
     run = make_run(tmp_path / "metrics", versions=3, loss=loss, advantage={"mode": "gae"}, value={})
     source = Recording(before=lambda version: time.sleep(1.1))  # the other roles are asked once a second, and a rate needs two answers
     learn_from(run, source, threading.Event())
-    assert set(rows(run)[-1]) - {"version", "lineage"} == set(re.findall(r"^\| `([a-z]+/\w+)` \|", page, re.MULTILINE))
+    valued = make_run(tmp_path / "values", versions=1, loss={"kind": "pg", "old": "cur"}, advantage={"mode": "gae"}, value={})
+    learn_from(valued, Recording(), threading.Event())
+    found = {re.sub(r"lag_\d+_share", "lag_N_share", name) for row in (rows(run)[-1], rows(valued)[-1]) for name in row}
+    assert found - {"version", "lineage"} == set(re.findall(r"^\| `([a-z]+/\w+)` \|", page, re.MULTILINE))
 
 
 def kill_at(version: int) -> Callable[[int], None]:

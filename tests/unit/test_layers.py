@@ -55,7 +55,7 @@ DOORS = {
     "vllm": set(),
     "sglang": set(),
     "megatron": set(),
-    "wandb": set(),
+    "wandb": {"learner/wandb_tracker.py"},
     "peft": {"learner/lora.py"},
     "duckdb": {"buffer/inspect.py"},
 }
