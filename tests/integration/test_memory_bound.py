@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 STEP = """
@@ -69,8 +71,9 @@ def bound(sizes: dict[str, int]) -> float:
     return float(eval(expression, {"__builtins__": {}}, dict(sizes)))
 
 
+@pytest.mark.timeout(300)
 def test_a_step_over_150_thousand_tokens_stays_below_the_bound_of_the_page() -> None:
-    done = subprocess.run([sys.executable, "-c", STEP], capture_output=True, text=True, check=False, timeout=110)
+    done = subprocess.run([sys.executable, "-c", STEP], capture_output=True, text=True, check=False, timeout=280)
     assert done.returncode == 0, done.stderr
     measured = json.loads(done.stdout.splitlines()[-1])
     limit = bound({name: value for name, value in measured.items() if name != "peak"})
