@@ -57,6 +57,8 @@ class Tracker:
         self._file.write(json.dumps({"version": version, "lineage": lineage, **finite}) + "\n")
         self._file.flush()
         self._tell_board(version, finite)
+        if self._mirror is not None:
+            self._mirror.row(version, {"lineage": lineage, **finite})
 
     def evaluated(self, path: Path, rows: Sequence[Mapping[str, Any]], *, anew: bool) -> None:
         """Adds evaluations to their own file at ``path``, one object each, and what was measured to TensorBoard at the version it belongs to.
@@ -75,12 +77,12 @@ class Tracker:
             values = {name: value for name, value in row.items() if name.startswith("eval/")}
             if values and (not anew or row["version"] > self._first):
                 self._tell_board(row["version"], values)
+                if self._mirror is not None:
+                    self._mirror.row(row["version"], values)
 
     def _tell_board(self, version: int, values: Mapping[str, float]) -> None:
         summary = _summaries.Summary(value=[_summaries.Summary.Value(tag=name, simple_value=float(value)) for name, value in values.items()])
         self._board.add_event(_events.Event(wall_time=time.time(), step=version, summary=summary))
-        if self._mirror is not None:
-            self._mirror.row(version, {"lineage": lineage, **finite})
 
     def close(self) -> None:
         """Flushes both to disk."""

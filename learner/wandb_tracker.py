@@ -1,8 +1,8 @@
-"""The one door to Weights & Biases: the rows of ``metrics.jsonl`` under the same names, one step per policy version.
+"""The one door to Weights & Biases: the rows of ``metrics.jsonl``, and evaluations, under the same names over the policy version.
 
 A thread of its own does everything: starting a run there may take a minute and sending a row may fail, and neither may hold up or end the training. What
 goes wrong is told once, and from then on the rows are in ``metrics.jsonl`` and TensorBoard only. A resumed run goes on under its run id; versions that
-are trained again give the same rows, and those it knows already are left out over there. A fork, whose versions mean something else, gets an id of its
+are trained again are sent again, with equal values. A fork, whose versions mean something else, gets an id of its
 own.
 """
 
@@ -66,9 +66,11 @@ class WandbTracker:
             import wandb
 
             started = self._start()
+            started.define_metric("version")
+            started.define_metric("*", step_metric="version")  # steps of its own: an evaluation comes after later versions, and theirs may not fall
             while (item := self._rows.get()) is not None:
                 version, values = item
-                started.log({"version": version, **values}, step=version)
+                started.log({"version": version, **values})
             started.finish()
             wandb.teardown()  # finishing returns before its process has written everything
         except Exception as error:  # noqa: BLE001 - whatever it is, the training goes on
