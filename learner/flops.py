@@ -57,11 +57,11 @@ class Cost:
 
     def forward(self, lengths: npt.NDArray[np.int64], num_scored: int) -> float:
         """FLOPs of a forward pass over segments of ``lengths`` ``[R]``, ``num_scored`` of whose tokens are scored."""
-        lengths = lengths.astype(np.float64)
-        total = 2.0 * self.matrices * float(lengths.sum()) + 2.0 * self.output * num_scored
+        tokens = lengths.astype(np.float64)
+        total = 2.0 * self.matrices * float(tokens.sum()) + 2.0 * self.output * num_scored
         for cost, window in self.attention:
-            context = lengths if window is None else np.minimum(lengths, window)
-            total += cost * float((lengths * context).sum())
+            context = tokens if window is None else np.minimum(tokens, window)
+            total += cost * float((tokens * context).sum())
         return total
 
 
