@@ -6,7 +6,7 @@ as pickled NumPy arrays, over a plain ZeroMQ pipe between two processes, which s
 Rate: columns that reached the consumer (9 bytes a token and the small ones) per second, decoded and ready to train. CPU: producers, buffer and consumer
 together, user and system. Latency: from the actor's ``append`` of a trajectory until the learner holds its batch, once under full load (queueing
 included) and once quiet: one group of 8 × 1 k tokens at a time.
-There are no images in the stream yet, so none are measured.
+Once more with four images of 200 kB per trajectory, all different: their bytes count, and the consumer holds them. One copy is a memcpy there too.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ import psutil
 from report import Row, options, report, row
 from stream_rivals import RIVALS, Pipe, ray_rates
 
+from rollstream.buffer.blobs import Blob
 from rollstream.buffer.client import ActorClient, LearnerClient
 from rollstream.buffer.columns import decode, encode, frame_checksum, from_frame, to_frame
 from rollstream.buffer.server import serve
@@ -42,6 +43,7 @@ GROUP_SIZE = 8
 SHORTEST, LONGEST = 1024, 32 * 1024
 BYTES_PER_TOKEN = 9
 NUM_PRODUCERS = 2
+NUM_IMAGES, IMAGE = 4, np.random.default_rng(1).bytes(200_000)
 SPAWN = multiprocessing.get_context("spawn")
 
 
@@ -88,19 +90,26 @@ def buffer_main(run: Run) -> None:
     serve(run, threading.Event())
 
 
-def producer_main(run: Run, name: str, pool: list[Trajectory], num_groups: int) -> None:
-    """An actor that plays in no time: ``num_groups`` leases at once."""
-    asyncio.run(produce(run, name, pool, num_groups))
+def producer_main(run: Run, name: str, pool: list[Trajectory], num_groups: int, num_images: int = 0) -> None:
+    """An actor that plays in no time: ``num_groups`` leases at once, ``num_images`` per trajectory."""
+    asyncio.run(produce(run, name, pool, num_groups, num_images))
 
 
-async def produce(run: Run, name: str, pool: list[Trajectory], num_groups: int) -> None:
+def images_of(key: TrajectoryKey, num_images: int) -> list[Blob]:
+    """Images that nobody has sent before."""
+    return [Blob.of(repr((key, index)).encode().ljust(64) + IMAGE, "image/png") for index in range(num_images)]
+
+
+async def produce(run: Run, name: str, pool: list[Trajectory], num_groups: int, num_images: int) -> None:
     """Takes leases until the process is ended."""
 
     async def play(lease: Lease, member: int) -> None:
         key = TrajectoryKey(lease.lineage, lease.group_id, member, lease.attempt)
         made = pool[(lease.group_id * GROUP_SIZE + member) % len(pool)]
-        segment = dataclasses.replace(made.segments[0], version_values=np.array([lease.admit_version], np.int32))
-        await client.append(dataclasses.replace(made, key=key, segments=(segment,), finished_at=time.time()))
+        images = images_of(key, num_images)
+        spans = tuple(image.span(index * 64, 64) for index, image in enumerate(images))
+        segment = dataclasses.replace(made.segments[0], version_values=np.array([lease.admit_version], np.int32), media=spans)
+        await client.append(dataclasses.replace(made, key=key, segments=(segment,), finished_at=time.time()), images)
 
     async def play_group(lease: Lease) -> None:
         async with asyncio.TaskGroup() as members:
@@ -142,26 +151,31 @@ class Figures:
     cpu_s: float = 0.0
     num_tokens: int = 0
     num_trajectories: int = 0
+    image_bytes: int = 0
     latencies_ms: list[float] = dataclasses.field(default_factory=list)
     buffer_mb: float = 0.0
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the token columns."""
-        return self.num_tokens * BYTES_PER_TOKEN
+        """Bytes of the token columns and of the images."""
+        return self.num_tokens * BYTES_PER_TOKEN + self.image_bytes
 
     def add(self, batch: Batch, now: float) -> None:
         """Counts one batch."""
         self.num_tokens += sum(item.num_tokens for item in batch.trajectories)
         self.num_trajectories += len(batch.trajectories)
+        self.image_bytes += sum(map(len, batch.blobs.values()))
         self.latencies_ms.extend((now - item.finished_at) * 1000 for item in batch.trajectories)
 
 
-def measure_stream(pool: list[Trajectory], batch_groups: int, seconds: float, repeats: int, between: Callable[[], None]) -> list[Figures]:
+def measure_stream(
+    pool: list[Trajectory], batch_groups: int, seconds: float, repeats: int, between: Callable[[], None], *, num_images: int = 0
+) -> list[Figures]:
     """``repeats`` stretches of one live stream, with ``between`` before each; the consumer is this process."""
     folder = Path(tempfile.mkdtemp(prefix="rollstream-bench-"))
     run = make_run(folder, batch_groups)
-    producers = [SPAWN.Process(target=producer_main, args=(run, f"actor-{index}", pool, 2 * batch_groups), daemon=True) for index in range(NUM_PRODUCERS)]
+    arguments = (pool, 2 * batch_groups, num_images)
+    producers = [SPAWN.Process(target=producer_main, args=(run, f"actor-{index}", *arguments), daemon=True) for index in range(NUM_PRODUCERS)]
     try:
         with processes(SPAWN.Process(target=buffer_main, args=(run,), daemon=True), *producers) as live, LearnerClient(run.endpoint, run.run_id) as learner:
             learner.hello(0)
@@ -290,10 +304,13 @@ def main() -> None:
             copies.append(copy_bytes_per_s())
 
         measured = measure_stream(pool, 16, seconds, repeats, between)
+        with_images = measure_stream(pool, 4, seconds, repeats, lambda: None, num_images=NUM_IMAGES)
         for _ in range(repeats):
             for name in RIVALS:
                 rival_figures[name].append(pipe.measure(name, pool, seconds / 3))
     rows = stream_rows(measured, copies)
+    rates = [figures.size_bytes / figures.wall_s / 1e9 for figures in with_images]
+    rows.append(row(f"stream with {NUM_IMAGES} images of {len(IMAGE) // 1000} kB", rates, "GB/s", yardstick="copy", over=statistics.median(copies) / 1e9))
     ours_rate, ours_cpu = rows[1].value, rows[3].value
     for name, found in rival_figures.items():
         rows.append(row(f"{name} over ZeroMQ", [rate * BYTES_PER_TOKEN / 1e9 for rate, _ in found], "GB/s", yardstick="stream", over=ours_rate))
@@ -303,7 +320,6 @@ def main() -> None:
     else:
         for name, rates in ray_rates(pool, seconds / 3, repeats).items():
             rows.append(row(name, [rate * BYTES_PER_TOKEN / 1e9 for rate in rates], "GB/s", yardstick="stream", over=ours_rate))
-    print("images are not in the stream yet, so they were not measured")
     quiet = measure_quiet(100 if arguments.quick else 500)
     rows.append(row("quiet latency p50, group of 8 × 1 k", [float(np.percentile(quiet, 50))], "ms"))
     rows.append(row("quiet latency p99, group of 8 × 1 k", [float(np.percentile(quiet, 99))], "ms"))
