@@ -1,10 +1,10 @@
 # make quickstart   sets up .venv and runs the first training
-# make test         sets up .venv and runs every test
+# make test         sets up .venv and runs the tests; make test-long and make test-cluster the ones that take many minutes
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup quickstart test unit lint format clean
+.PHONY: setup quickstart test test-long test-cluster unit lint format clean
 
 setup: $(VENV)/.dev
 
@@ -27,7 +27,13 @@ quickstart: $(VENV)/.base
 test: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+
+test-long: setup
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile -m long
+
+test-cluster: setup
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m cluster
 
 unit: setup
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile tests/unit

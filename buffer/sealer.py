@@ -63,6 +63,8 @@ class Sealer:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._cancelled.set()
         self._pool.shutdown()
+        if self._job is not None and self._job.exception() is None and (sealed := self._job.result()) is not None:
+            sealed_path(self._run.stream_folder, sealed.segment).unlink(missing_ok=True)  # no round recorded it: the original stands, the next start seals anew
 
     def record(self) -> None:
         """Enters into the open round what was sealed and what retention removes, and looks for the next segment where anything has changed."""

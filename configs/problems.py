@@ -78,8 +78,10 @@ def _nearest(path: str, known: Iterable[Part]) -> str:
     names = [name.replace("[]", ".0") for part in known for name in (part.path, *(key.path for key in part.keys)) if name]
     parent, _, leaf = path.rpartition(".")
     elsewhere = [name for name in names if name.rpartition(".")[2] == leaf]
+    below = [name for name in elsewhere if name.startswith(f"{parent}.")]
     beside = {name.rpartition(".")[2]: name for name in names if name.rpartition(".")[0] == parent}
     close = [beside[name] for name in difflib.get_close_matches(leaf, beside, n=1)]
-    found = [*difflib.get_close_matches(path, elsewhere, n=1, cutoff=0.0), *close, *difflib.get_close_matches(path, names, n=1)]
+    likely = [" or ".join(below[:3])] if below else difflib.get_close_matches(path, elsewhere, n=1, cutoff=0.0)
+    found = [*likely, *close, *difflib.get_close_matches(path, names, n=1)]
     listed = "`rollstream show-config` lists every key there is"
     return f"did you mean {found[0]}? {listed}" if found else f"check the spelling; {listed}"

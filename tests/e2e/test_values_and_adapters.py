@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 def test_gae_with_adapters_trains_on_policy_at_depth_0_and_its_value_loss_falls(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from rollstream.buffer.audit import audit
 from rollstream.buffer.inspect import Filter, Inspector
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(900)]
 
 SMALL = (
     *("actors.slots=8", "learner.batch_groups=2", "learner.group_size=4", "learner.checkpoint.every=4", "learner.checkpoint.keep_last=10"),

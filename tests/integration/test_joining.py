@@ -23,7 +23,7 @@ from rollstream.buffer.wire import PeerStatus
 from rollstream.configs.loader import load_run
 from rollstream.errors import Refused
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(600)]
 
 HERE = Path(__file__).parent
 SCRIPTED = "actors.sampler={kind: scripted, token_delay_s: 0.004}"

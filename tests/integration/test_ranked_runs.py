@@ -14,7 +14,7 @@ import pytest
 
 from rollstream.configs.loader import load_run
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
+pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(280)]
 
 SMALL = (
     *("actors.slots=8", "learner.batch_groups=2", "learner.group_size=4", "learner.checkpoint.every=2", "warmup.steps=2"),

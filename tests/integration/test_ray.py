@@ -21,7 +21,7 @@ from rollstream.buffer.audit import audit
 
 pytest.importorskip("ray", reason="needs ray: pip install 'rollstream[ray]'")
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 HERE = Path(__file__).parent
 CLUSTER = (

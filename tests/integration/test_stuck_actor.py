@@ -11,7 +11,7 @@ import pytest
 
 from rollstream.buffer.audit import audit
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(240)]
 
 ENV = """
 import pathlib

@@ -79,7 +79,7 @@ def test_a_value_out_of_bounds_is_told_with_what_the_key_takes(override: str, na
     [
         ("learner.los.delta=1", "did you mean learner.loss?"),
         ("buffer.deph=2", "did you mean buffer.depth?"),
-        ("learner.learning_rate=1", "did you mean learner.optimizer.learning_rate?"),
+        ("learner.learning_rate=1", "learner.optimizer.learning_rate"),
         ("optimizer.learning_rate=1", "did you mean learner.optimizer?"),
         ("actors.max_tokens=3", "did you mean actors.sampling.max_turn_tokens?"),
         ("buffer.group_size=3", "did you mean learner.group_size?"),
