@@ -125,8 +125,8 @@ class World:
         if not self.run.ledger_path.exists():
             return []
         with contextlib.closing(sqlite3.connect(f"{self.run.ledger_path.as_uri()}?mode=ro", uri=True, timeout=10)) as ledger:
-            tables = ledger.execute("SELECT count(*) FROM sqlite_master WHERE name = 'versions'").fetchone()[0]
-            return ledger.execute(query).fetchall() if tables else []
+            tables = ledger.execute("SELECT count(*) FROM sqlite_master WHERE name IN ('versions', 'evaluation_groups', 'evaluation_members')").fetchone()[0]
+            return ledger.execute(query).fetchall() if tables == 3 else []
 
     def members(self) -> set[tuple[Any, ...]]:
         """Every committed member: group, member, attempt, append."""

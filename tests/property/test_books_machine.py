@@ -264,6 +264,8 @@ class BooksMachine(RuleBasedStateMachine):
             assert self.books.version == self.version
 
 
+pytestmark = pytest.mark.timeout(900)  # forty histories of thirty steps
+
 BooksMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 TestBooks = BooksMachine.TestCase
 
