@@ -37,8 +37,6 @@ from rollstream.buffer.ledger import Ledger
 from rollstream.configs.run_folder import Run
 from rollstream.configs.schema import Config
 
-pytestmark = pytest.mark.timeout(400)
-
 def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -170,7 +168,7 @@ def content(batch: Batch) -> Any:
     return [(item.key, item.reward, item.segments[0].token_ids.tolist(), item.segments[0].behaviour_logprobs.tolist()) for item in batch.trajectories]
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 100.0) -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float = 40.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "waited too long"
@@ -269,7 +267,7 @@ def test_retention_removes_the_oldest_rows_that_no_checkpoint_can_need_and_the_a
             assert server.process.wait(40) == -signal.SIGKILL
             assert audit(tmp_path).problems == []
             servers.enter_context(Server(run))
-            trained.result(100)
+            trained.result(40)
         wait_until(lambda: 1 not in files(run, ".parquet"))
         with pytest.raises(Refused, match=r"000001\.parquet is gone: .*retention \(buffer\.keep_gb\)"):
             pull(learner, 1)
