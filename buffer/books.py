@@ -148,8 +148,8 @@ class Books(Scoring):
         for group in taken:
             self._move(group, "assigned", version=version)
             self.bias.batch(group.row.env_id, group.members.values(), set(withheld))
+            self._leave_ready(group)
             del self._groups[group.row.group_id]
-        self._num_ready -= len(taken)
         self.last_batch = version
         self.counters["age_drops"] += len(withheld)
         self.counters["refilled_groups"] += len(taken) - self.rules.batch_groups
@@ -172,7 +172,7 @@ class Books(Scoring):
             members = group.members.values()
             if all(member.lineage != self.lineage and self._lag(member, self.version) > self.rules.max_lag for member in members):
                 self.counters["age_drops"] += len(members)
-                self._num_ready -= 1
+                self._leave_ready(group)
                 self._drop(group, "age")
 
     def trained(self, version: int) -> None:
@@ -275,7 +275,8 @@ class Books(Scoring):
 
     def waits_for(self) -> str:
         """Why no further batch can be formed, for people: the oldest unassigned group, who plays it, how far it is."""
-        ready = f"{self._num_ready} of {self.rules.batch_groups} groups ready"
+        replaced = f", {self._num_degenerate} of them teach nothing and are replaced" if self._num_degenerate else ""
+        ready = f"{self._num_ready} of {self.rules.batch_groups} groups ready{replaced}"
         head = min(self._groups.values(), key=lambda group: group.row.sequence, default=None)
         if head is None:
             return f"{ready}; nothing leased yet"

@@ -19,7 +19,7 @@ from .ledger import Ledger
 from .tables import GroupRow
 from .tasks import Tasks
 from .types import GroupState
-from .window import Group, Rules
+from .window import Group, Rules, teaches_nothing
 from .wire import FinishedMember, Lease
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class Leases:
         self._saved_counters = Counter(self.counters)
         self._groups: dict[int, Group] = {}
         self._offered: list[tuple[int, int]] = []
-        self._num_ready = 0
+        self._num_ready = self._num_degenerate = 0
         self._held: dict[str, set[int]] = {}
         self._undated: list[int] = []
         self._deadlines: list[tuple[float, int]] = []
@@ -54,7 +54,7 @@ class Leases:
         group = Group(row, {member.member: member for member in self.ledger.members(row.group_id)}, self.ledger.failures(row.group_id))
         self._groups[row.group_id] = group
         if row.state == "ready":
-            self._num_ready += 1
+            self._count_ready(group)
             return
         self._undated.append(row.group_id)
         if row.holder is not None:
@@ -72,7 +72,7 @@ class Leases:
             group = self._groups.get(group_id)
             if group is not None and group.row.state == "open" and group.row.holder is None:
                 return self._lease(group, peer_id, now)
-        if not self.rules.admits(self.counts, self.last_batch):
+        if not self.rules.admits(self.counts["open"] + self.counts["ready"], self._num_degenerate, self.version, self.last_batch):
             return None
         return self._lease(self._admit(), peer_id, now)
 
@@ -205,13 +205,22 @@ class Leases:
     def _ready(self, group: Group) -> None:
         self._drop_holder(group)
         self._move(group, "ready", holder=None)
+        self._count_ready(group)
+
+    def _count_ready(self, group: Group) -> None:
+        group.degenerate = self.rules.max_refill > 0 and teaches_nothing(group, self.rules)
         self._num_ready += 1
+        self._num_degenerate += group.degenerate
 
     def _drop(self, group: Group, reason: str) -> None:
         self._drop_holder(group)
         self._move(group, "dropped", reason=reason, holder=None)
         self.bias.drop(group.row.env_id, group.members.values())
         del self._groups[group.row.group_id]
+
+    def _leave_ready(self, group: Group) -> None:
+        self._num_ready -= 1
+        self._num_degenerate -= group.degenerate
 
     def _move(self, group: Group, state: GroupState, **changes: object) -> None:
         self.counts[group.row.state] -= 1

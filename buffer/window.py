@@ -1,18 +1,21 @@
 """Which leases are granted, and which groups make the next batch: the two equations that bound the age of what is trained.
 
-Symbols: ``D`` depth, ``L`` max_lag, ``b`` groups per batch.
+Symbols: ``D`` depth, ``L`` max_lag, ``b`` groups per batch, ``R`` max_refill (0 where degenerate groups are not replaced), ``a`` batches formed and not
+trained, ``u`` open and ready groups, ``d`` those of them that are known to teach nothing.
 
-* A new lease is granted while open + ready + assigned < (D + 1) b, and while the versions still to be made need more than open + ready groups: what is
-  generated is trained, up to the last version.
+* A new lease is granted while u - min(d, R) + a b < (D + 1) b, and while the versions still to be made need more than u - min(d, R) groups: what is generated
+  is trained, up to the last version.
 * A batch takes ready groups in the order of their leases, each before ``head + window``, where ``window = (L - D) b + 1`` and ``head`` is the oldest lease that
-  is neither assigned nor taken. It is formed only when b groups can be taken.
+  is neither assigned nor taken. It is formed once it has b groups that teach, or b + R groups.
 
-So at most window - 1 younger groups overtake any group, and since each version consumes at least b groups, the lag is at most D + ceil((window - 1) / b) = L.
+So at most window - 1 younger groups overtake any group. A batch takes b groups that teach; or b + R, and then more than R that do not. Whichever it is, of the
+u - min(d, R) groups that were counted when a lease was granted, and of those that overtake it, each batch uses up b at least. So the lag is at most
+D + ceil((window - 1) / b) = L. At depth 0 a group that turns out to teach nothing is replaced at once, under the same weights as the others of its batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -74,13 +77,16 @@ class Rules:
 
     @property
     def capacity(self) -> int:
-        """Groups that may be open, ready or assigned at once."""
+        """Groups that may be open, ready or assigned at once, but for those that replace degenerate ones."""
         return (self.depth + 1) * self.batch_groups
 
-    def admits(self, counts: Mapping[str, int], last_batch: int) -> bool:
-        """Whether one more group may be leased: ``counts`` are groups per state, ``last_batch`` is the newest batch formed."""
-        unassigned = counts["open"] + counts["ready"]
-        return unassigned + counts["assigned"] < self.capacity and unassigned < (self.versions - last_batch) * self.batch_groups
+    def admits(self, num_unassigned: int, num_degenerate: int, version: int, last_batch: int) -> bool:
+        """Whether one more group may be leased.
+
+        ``num_degenerate`` of the open and ready groups are known to teach nothing, the learner holds ``version``, ``last_batch`` is the newest batch formed.
+        """
+        counted = num_unassigned - min(num_degenerate, self.max_refill)
+        return counted + (last_batch - version) * self.batch_groups < self.capacity and counted < (self.versions - last_batch) * self.batch_groups
 
     @property
     def window(self) -> int:
@@ -93,6 +99,7 @@ class Group:
     """A group that no batch has yet.
 
     ``failures`` are reasons by (member, attempt); ``playing`` the members its holder still owes; ``granted_at`` is on the caller's clock.
+    ``degenerate`` is told of ready groups, where degenerate ones are replaced.
     """
 
     row: GroupRow
@@ -100,6 +107,7 @@ class Group:
     failures: dict[tuple[int, int], str] = field(default_factory=dict[tuple[int, int], str])
     playing: set[int] = field(default_factory=set[int])
     granted_at: float = 0.0
+    degenerate: bool = False
 
     @property
     def missing(self) -> list[int]:
@@ -124,7 +132,7 @@ class Group:
 def choose(groups: Iterable[Group], rules: Rules) -> list[Group]:
     """Groups of the next batch among the unassigned ``groups``, in lease order; empty where the window does not hold enough.
 
-    Beyond ``batch_groups``, up to ``max_refill`` further ones replace the degenerate ones, if they are ready now.
+    Beyond ``batch_groups``, up to ``max_refill`` further ones replace the degenerate ones; with so many, it trains what is live.
     """
     head: int | None = None
     taken: list[Group] = []
@@ -138,8 +146,8 @@ def choose(groups: Iterable[Group], rules: Rules) -> list[Group]:
         if num_live >= rules.batch_groups or len(taken) >= rules.batch_groups + rules.max_refill:
             break
         taken.append(group)
-        num_live += rules.max_refill == 0 or not teaches_nothing(group, rules)
-    return taken if len(taken) >= rules.batch_groups else []
+        num_live += not group.degenerate
+    return taken if num_live >= rules.batch_groups or len(taken) >= rules.batch_groups + rules.max_refill else []
 
 
 def teaches_nothing(group: Group, rules: Rules) -> bool:

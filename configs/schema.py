@@ -101,7 +101,7 @@ class Buffer(Section):
     degenerate: Literal["keep", "mask", "refill"] = "keep"
     """A group whose rewards are all equal stays in the denominators (keep), leaves the loss (mask), or is also replaced (refill)."""
     max_refill: int = Field(default=4, ge=1, le=1_000_000)
-    """Groups a batch may take beyond ``batch_groups`` to replace degenerate ones, if they are ready: at ``depth`` 0 none ever is. Read with refill."""
+    """Groups a batch may take beyond ``batch_groups`` to replace degenerate ones, leased as those become known. Read with refill."""
     endpoint: str = Field(default="ipc", pattern=r"^(ipc|tcp://(localhost|[\d.]+|\[[\da-fA-F:.]+\]):\d{1,5})$")
     """Where the buffer listens: ``ipc`` (a private Unix socket) or ``tcp://ADDRESS:PORT``; beyond loopback only who has the run's keys is let in."""
     stall_timeout_s: Seconds = 1800.0

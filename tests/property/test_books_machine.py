@@ -6,7 +6,7 @@ Checked after every step: each lease is in exactly one state and the books close
 (2); no version is trained that the learner did not hold (3); a lost process costs at most the members it had not finished (8).
 
 Groups have a deadline: one that is closed without some of its members has enough that are scored, and whoever comes late is never stored. Some members are
-scored only later: their groups wait for it and are never leased again for it.
+scored only later: their groups wait for it and are never leased again for it. Groups whose rewards are all equal are replaced, within a bound.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class BooksMachine(RuleBasedStateMachine):
         spare=st.integers(0, 2),
         batch_groups=st.integers(1, 3),
         group_size=st.integers(1, 3),
-        refill=st.integers(0, 1),
+        refill=st.integers(0, 3),
         min_group=st.integers(1, 3),
     )
     def start(self, depth: int, spare: int, batch_groups: int, group_size: int, refill: int, min_group: int) -> None:
@@ -224,6 +224,8 @@ class BooksMachine(RuleBasedStateMachine):
             others = {group_id for other, (served, _) in self.served.items() if other != version for group_id in served}
             assert not others & set(groups), "a group is in two batches"
         self.served[version] = (groups, withheld)
+        num_live = sum(not self.teaches_nothing(group_id) for group_id in groups)
+        assert num_live == self.rules.batch_groups or len(groups) == self.rules.batch_groups + self.rules.max_refill or not self.rules.max_refill
         lineages = self.ledger.lineages()
         learner = lineages.owner(lineages.current, version)
         assert len(groups) in range(self.rules.batch_groups, self.rules.batch_groups + self.rules.max_refill + 1)
@@ -237,6 +239,10 @@ class BooksMachine(RuleBasedStateMachine):
                 assert fact.max_version is not None
                 lag = version - 1 - lineages.reckoned(fact.lineage, fact.min_version, fact.max_version, learner)
                 assert (lag > self.rules.max_lag) == ((group_id, member) in withheld), f"group {group_id} member {member} has lag {lag}"
+
+    def teaches_nothing(self, group_id: int) -> bool:
+        rewards = {fact.reward for (known, _), fact in self.finished.items() if known == group_id and fact.reward is not None}
+        return len(rewards) < 2
 
     @invariant()
     def the_books_close(self) -> None:
@@ -260,7 +266,9 @@ class BooksMachine(RuleBasedStateMachine):
     def admission_holds(self) -> None:
         if hasattr(self, "books"):
             unassigned = self.books.counts["open"] + self.books.counts["ready"]
-            assert unassigned <= self.rules.capacity + self.num_returned, "more is leased than admission allows and forks gave back"
+            num_degenerate = sum(row.state == "ready" and self.teaches_nothing(row.group_id) for row in self.ledger.unassigned())
+            replaced = min(num_degenerate, self.rules.max_refill)
+            assert unassigned - replaced <= self.rules.capacity + self.num_returned, "more is leased than admission allows and forks gave back"
             assert self.books.version == self.version
 
 

@@ -2,36 +2,25 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rollstream.buffer.books import Books
-from rollstream.buffer.facts import Fact
 from rollstream.buffer.ledger import Ledger
 from rollstream.buffer.recovery import forget
-from rollstream.buffer.window import Rules
-from rollstream.buffer.wire import Lease
 from rollstream.errors import Refused, RunFolderError
 
-
-def rules(**changes: Any) -> Rules:
-    given: dict[str, Any] = {
-        "batch_groups": 2,
-        "group_size": 2,
-        "depth": 1,
-        "max_lag": 2,
-        "max_refill": 0,
-        "max_infra_attempts": 3,
-        "max_env_attempts": 3,
-        "overlong": None,
-        "exclude_truncated": False,
-        "envs": (("Acme/Calculator-v0", 1.0),),
-        "seed": 7,
-        "versions": 1_000_000,
-    }
-    return Rules(**(given | changes))
+_spec = importlib.util.spec_from_file_location("leased", Path(__file__).with_name("leased.py"))
+assert _spec is not None
+assert _spec.loader is not None
+leased: Any = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(leased)
+rules, played, failed, leases, finish, train, reopened = (
+    leased.rules, leased.played, leased.failed, leased.leases, leased.finish, leased.train, leased.reopened,
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -39,55 +28,6 @@ def ledger(tmp_path: Path) -> Any:
     made = Ledger(tmp_path / "ledger.sqlite", "run-a")
     yield made
     made.close()
-
-
-def played(lease: Lease, member: int, **changes: Any) -> Fact:
-    given: dict[str, Any] = {
-        "lineage": 0,
-        "group_id": lease.group_id,
-        "member": member,
-        "attempt": lease.attempt,
-        "reward": float(member),
-        "status": "terminated",
-        "stop_reason": "terminated",
-        "num_tokens": 9,
-        "num_trained_tokens": 5,
-        "min_version": lease.admit_version,
-        "max_version": lease.admit_version,
-        "first_row": 0,
-        "num_rows": 1,
-    }
-    return Fact(**(given | changes))
-
-
-def failed(lease: Lease, member: int, reason: str = "infra") -> Fact:
-    return played(lease, member, reward=None, status="failed", stop_reason=reason)
-
-
-def leases(books: Books, peer_id: str = "actor-0", now: float = 0.0) -> list[Lease]:
-    granted = []
-    while (lease := books.grant(peer_id, now)) is not None:
-        granted.append(lease)
-    return granted
-
-
-def finish(books: Books, lease: Lease, **changes: Any) -> None:
-    for member in lease.members:
-        assert books.receive(played(lease, member, **changes), 1) == "store"
-
-
-def train(books: Books, version: int) -> list[int]:
-    batch = books.batch(version)
-    assert batch is not None
-    books.trained(version)
-    return batch.groups
-
-
-def reopened(books: Books) -> Books:
-    """The books as the next process finds them."""
-    books.save_counters()
-    books.ledger.commit()
-    return Books(books.ledger, books.rules)
 
 
 def test_leases_are_granted_up_to_depth_plus_one_batches(ledger: Ledger) -> None:
@@ -342,26 +282,6 @@ def test_a_trajectory_without_sampled_tokens_has_no_age(ledger: Ledger) -> None:
     batch = books.batch(1)
     assert batch is not None
     assert (batch.withheld, batch.max_lag) == ([], 0)
-
-
-def test_degenerate_groups_are_replaced_by_further_ready_ones_but_never_waited_for(ledger: Ledger) -> None:
-    books = Books(ledger, rules(depth=1, max_lag=3, batch_groups=2, max_refill=1))
-    granted = leases(books)
-    for lease in granted[:3]:
-        finish(books, lease, **({"reward": 1.0} if lease.group_id < 2 else {}))
-    assert train(books, 1) == [0, 1, 2]
-    for lease in leases(books)[:1]:
-        finish(books, lease, reward=1.0)
-    finish(books, granted[3], reward=1.0)
-    assert train(books, 2) == [3, 4]
-
-
-def test_refill_stops_at_its_bound_and_at_enough_live_groups(ledger: Ledger) -> None:
-    books = Books(ledger, rules(depth=3, max_lag=9, batch_groups=2, max_refill=2))
-    for lease in leases(books):
-        finish(books, lease, **({"reward": 1.0} if lease.group_id in (0, 2, 3, 4, 5) else {}))
-    assert train(books, 1) == [0, 1, 2, 3]
-    assert train(books, 2) == [4, 5, 6, 7]
 
 
 def test_resume_serves_recorded_batches_again_and_the_books_close_throughout(ledger: Ledger) -> None:

@@ -2,41 +2,32 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rollstream.buffer.books import Books
-from rollstream.buffer.facts import Fact
 from rollstream.buffer.ledger import Ledger
 from rollstream.buffer.recovery import forget
 from rollstream.buffer.window import Rules
-from rollstream.buffer.wire import Lease
 from rollstream.configs.checks import check_config
-from rollstream.configs.learner_schema import Overlong
 from rollstream.configs.loader import load_config
 from rollstream.errors import ConfigError
 
+_spec = importlib.util.spec_from_file_location("leased", Path(__file__).with_name("leased.py"))
+assert _spec is not None
+assert _spec.loader is not None
+leased: Any = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(leased)
+played, failed, grant, reopened = leased.played, leased.failed, leased.grant, leased.reopened
+
 
 def rules(**changes: Any) -> Rules:
-    given: dict[str, Any] = {
-        "batch_groups": 1,
-        "group_size": 4,
-        "depth": 0,
-        "max_lag": 1,
-        "max_refill": 0,
-        "max_infra_attempts": 3,
-        "max_env_attempts": 2,
-        "overlong": None,
-        "exclude_truncated": False,
-        "envs": (("Acme/Calculator-v0", 1.0),),
-        "seed": 7,
-        "versions": 1_000_000,
-        "min_group": 2,
-        "group_deadline_s": 30.0,
-    }
-    return Rules(**(given | changes))
+    return leased.rules(
+        **({"batch_groups": 1, "group_size": 4, "depth": 0, "max_lag": 1, "max_env_attempts": 2, "min_group": 2, "group_deadline_s": 30.0} | changes)
+    )
 
 
 @pytest.fixture
@@ -44,41 +35,6 @@ def ledger(tmp_path: Path) -> Any:
     made = Ledger(tmp_path / "ledger.sqlite", "run-a")
     yield made
     made.close()
-
-
-def played(lease: Lease, member: int, **changes: Any) -> Fact:
-    given: dict[str, Any] = {
-        "lineage": 0,
-        "group_id": lease.group_id,
-        "member": member,
-        "attempt": lease.attempt,
-        "reward": float(member),
-        "status": "terminated",
-        "stop_reason": "terminated",
-        "num_tokens": 9,
-        "num_trained_tokens": 5,
-        "min_version": lease.admit_version,
-        "max_version": lease.admit_version,
-        "first_row": 0,
-        "num_rows": 1,
-    }
-    return Fact(**(given | changes))
-
-
-def failed(lease: Lease, member: int, reason: str) -> Fact:
-    return played(lease, member, reward=None, status="failed", stop_reason=reason)
-
-
-def grant(books: Books, now: float = 0.0, peer_id: str = "actor-0") -> Lease:
-    lease = books.grant(peer_id, now)
-    assert lease is not None
-    return lease
-
-
-def reopened(books: Books) -> Books:
-    books.save_counters()
-    books.ledger.commit()
-    return Books(books.ledger, books.rules)
 
 
 # --- budgets ------------------------------------------------------------------------------------------------------------------------
@@ -235,37 +191,3 @@ def test_a_minimum_above_the_group_size_is_refused_where_there_is_a_deadline() -
     check_config(load_config("quickstart", ["buffer.min_group=99"]))
     with pytest.raises(ConfigError, match=r"buffer\.min_group 99 is larger than learner\.group_size 8"):
         check_config(load_config("quickstart", ["buffer.min_group=99", "buffer.group_deadline_s=5"]))
-
-
-# --- degenerate groups --------------------------------------------------------------------------------------------------------------
-
-
-def test_rewards_are_shaped_before_a_group_is_called_degenerate_and_unscored_members_do_not_count(ledger: Ledger) -> None:
-    """Equal rewards of which one is fined for its length do teach; two different rewards of which one is not scored do not."""
-    overlong = Overlong(max_len=10, buffer=5)
-    books = Books(ledger, rules(group_size=2, depth=3, max_lag=4, max_refill=1, overlong=overlong, max_env_attempts=1))
-    fined, single, live = (grant(books) for _ in range(3))
-    for member, length in ((0, 5), (1, 9)):
-        books.receive(played(fined, member, reward=1.0, num_trained_tokens=length), 1)
-    books.receive(played(single, 0, reward=1.0), 1)
-    books.receive(failed(single, 1, "env"), 1)
-    for member in (0, 1):
-        books.receive(played(live, member), 1)
-    batch = books.batch(1)
-    assert batch is not None
-    assert batch.groups == [fined.group_id], "it teaches, so nothing replaces it"
-    batch = books.batch(2)
-    assert batch is not None
-    assert batch.groups == [single.group_id, live.group_id], "one that teaches nothing is replaced"
-
-
-def test_a_batch_whose_refill_is_used_up_trains_what_is_live(ledger: Ledger) -> None:
-    books = Books(ledger, rules(group_size=2, batch_groups=2, depth=3, max_lag=5, max_refill=1))
-    leases = [grant(books) for _ in range(5)]
-    for lease in leases:
-        for member in (0, 1):
-            books.receive(played(lease, member, reward=1.0), 1)
-    batch = books.batch(1)
-    assert batch is not None
-    assert batch.groups == [lease.group_id for lease in leases[:3]]
-    assert books.counters["refilled_groups"] == 1
