@@ -25,6 +25,7 @@ from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import psutil
 from report import Row, options, report, row
@@ -108,8 +109,8 @@ async def produce(run: Run, name: str, pool: list[Trajectory], num_groups: int, 
         made = pool[(lease.group_id * GROUP_SIZE + member) % len(pool)]
         images = images_of(key, num_images)
         spans = tuple(image.span(index * 64, 64) for index, image in enumerate(images))
-        segment = dataclasses.replace(made.segments[0], version_values=np.array([lease.admit_version], np.int32), media=spans)
-        await client.append(dataclasses.replace(made, key=key, segments=(segment,), finished_at=time.time()), images)
+        segment = msgspec.structs.replace(made.segments[0], version_values=np.array([lease.admit_version], np.int32), media=spans)
+        await client.append(msgspec.structs.replace(made, key=key, segments=(segment,), finished_at=time.time()), images)
 
     async def play_group(lease: Lease) -> None:
         async with asyncio.TaskGroup() as members:
@@ -238,7 +239,7 @@ async def _one_at_a_time(run: Run, learner: LearnerClient, made: Trajectory, num
             await asyncio.sleep(0.01)  # the learner waits for it
             began = time.perf_counter()
             keys = [TrajectoryKey(lease.lineage, lease.group_id, member, lease.attempt) for member in lease.members]
-            await asyncio.gather(*(client.append(dataclasses.replace(made, key=key)) for key in keys))
+            await asyncio.gather(*(client.append(msgspec.structs.replace(made, key=key)) for key in keys))
             taken.append((await arrival - began) * 1000)
             await asyncio.to_thread(learner.trained, version)
             client.finish(lease.group_id)
@@ -261,7 +262,7 @@ def copy_bytes_per_s(size_bytes: int = 13_600_000, repeats: int = 15) -> float:
 
 def columns_us(num_tokens: int = 2048, repeats: int = 200) -> float:
     """CPU microseconds per trajectory to encode, frame, checksum, verify and decode a group."""
-    group = [dataclasses.replace(make_trajectory(num_tokens, member), key=TrajectoryKey(0, 0, member, 0)) for member in range(GROUP_SIZE)]
+    group = [msgspec.structs.replace(make_trajectory(num_tokens, member), key=TrajectoryKey(0, 0, member, 0)) for member in range(GROUP_SIZE)]
     began = time.process_time()
     for _ in range(repeats):
         frame = to_frame(encode(group))

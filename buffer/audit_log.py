@@ -170,12 +170,25 @@ def _columns(append_id: Column, batch: pa.RecordBatch, names: dict[str, int]) ->
     """One segment's part of :class:`Rows`, but for the names of environments."""
     column = {name: batch.column(name) for name in _READ}
     mask = Lists.of(column["loss_mask"])
-    oldest, newest, _ = sampled(mask, Lists.of(column["version_starts"]), Lists.of(column["version_values"]))
+    ours = [
+        [version for version, count in runs if count] for runs in sampled(mask, *(column[name].to_pylist() for name in ("version_starts", "version_values")))
+    ]
+    oldest = np.array([min(versions, default=_UNSAMPLED) for versions in ours], np.int64)
+    newest = np.array([max(versions, default=-1) for versions in ours], np.int64)
     coded = column["env_id"].dictionary_encode()
     codes = np.array([names.setdefault(name, len(names)) for name in coded.dictionary.to_pylist()], np.int64)
     ids = [column[name].to_numpy().astype(np.int64) for name in ("group_id", "member", "attempt", "lineage")]
     reward = column["reward"].to_numpy(zero_copy_only=False).astype(np.float64)
-    return [append_id, *ids, mask.lengths, oldest, newest, reward, _metric(column["env_metrics"], "success"), codes[coded.indices.to_numpy()]]
+    return [
+        append_id,
+        *ids,
+        np.array(mask.lengths, np.int64),
+        oldest,
+        newest,
+        reward,
+        _metric(column["env_metrics"], "success"),
+        codes[coded.indices.to_numpy()],
+    ]
 
 
 def _metric(maps: pa.Array, name: str) -> Column:

@@ -9,7 +9,6 @@ says Hello again and repeats its request. A buffer that stays silent for ``silen
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import logging
 import threading
@@ -255,7 +254,7 @@ class LearnerClient(_Client):
 
     def _with_blobs(self, batch: Batch) -> Batch:
         digests = digests_in(batch.trajectories)
-        return dataclasses.replace(batch, blobs=self._cache.gather(digests, self.blobs)) if digests else batch
+        return msgspec.structs.replace(batch, blobs=self._cache.gather(digests, self.blobs)) if digests else batch
 
     def blobs(self, digests: Sequence[str]) -> dict[str, bytes]:
         """The bytes of these blobs, as the buffer has them.

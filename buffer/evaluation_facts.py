@@ -5,15 +5,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 import pyarrow as pa
 
 from ..errors import DataRefused
-from .columns import SCHEMA
-from .facts import Fact, Lists
+from .facts import Fact
 from .types import Purpose
 
 
@@ -32,21 +31,17 @@ def purpose_of(batch: pa.RecordBatch) -> Purpose:
         DataRefused: they have more than one.
 
     """
-    found = batch.column(SCHEMA.get_field_index("purpose")).unique().to_pylist()
+    found = sorted(set(batch.column("purpose").to_pylist()))
     if len(found) != 1:
-        raise DataRefused(f"an append with rows of the purposes {' and '.join(sorted(found))}; send them apart")
+        raise DataRefused(f"an append with rows of the purposes {' and '.join(found)}; send them apart")
     return found[0]
 
 
 def played_of(batch: pa.RecordBatch, found: Sequence[Fact]) -> list[Played]:
     """The trajectories of an append of evaluations, whose facts were ``found``."""
-    column = dict(zip(SCHEMA.names, batch.columns, strict=True))
-    metrics = column["env_metrics"].to_pylist()
-    versions = Lists.of(column["version_values"])
-    oldest = np.minimum.reduceat(versions.values, versions.bounds[:-1])
-    newest = np.maximum.reduceat(versions.values, versions.bounds[:-1])
+    metrics, versions = (batch.column(name).to_pylist() for name in ("env_metrics", "version_values"))
     played: list[Played] = []
     for fact in found:
-        rows = slice(fact.first_row, fact.first_row + fact.num_rows)
-        played.append(Played(fact, dict(metrics[fact.first_row]).get("success"), (int(oldest[rows].min()), int(newest[rows].max()))))
+        every_version = list(itertools.chain.from_iterable(versions[fact.first_row : fact.first_row + fact.num_rows]))
+        played.append(Played(fact, dict(metrics[fact.first_row]).get("success"), (min(every_version), max(every_version))))
     return played

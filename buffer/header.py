@@ -8,18 +8,16 @@ The buffer makes it from the log when a batch is pulled. A batch that never cros
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
-import numpy as np
 import pyarrow as pa
 import xxhash
 
-from .columns import encode
-from .facts import Lists
+from .columns import columns_of, encode
+from .facts import Lists, sampled
 from .lineages import folded
 from .types import Batch, Header
 
@@ -50,27 +48,19 @@ def entries(batch: pa.RecordBatch, shared: Mapping[int, int] = MappingProxyType(
     ``shared`` gives, for each lineage that is not the learner's, the last version f that both histories have in common: a version v beyond it is reckoned as
     2f - v, so that the lag of any token is V less its version.
     """
-    column = dict(zip(batch.schema.names, batch.columns, strict=True))
-    lengths = Lists.of(column["token_ids"]).lengths.tolist()
-    sampled = _sampled(Lists.of(column["loss_mask"]), Lists.of(column["version_starts"]), Lists.of(column["version_values"]))
+    column = columns_of(batch)
+    mask = Lists.of(column["loss_mask"])
+    every_run = sampled(mask, column["version_starts"].to_pylist(), column["version_values"].to_pylist())
     own = list(zip(*(column[name].to_pylist() for name in _OWN), strict=True))
     found: dict[Member, Entry] = {}
     keys = zip(*(column[name].to_pylist() for name in ("group_id", "member")), strict=True)
     lineages = column["lineage"].to_pylist()
-    for key, lineage, values, length, runs in zip(keys, lineages, own, lengths, sampled, strict=True):
+    for key, lineage, values, length, runs in zip(keys, lineages, own, mask.lengths, every_run, strict=True):
         if key not in found:
             found[key] = Entry._make((*values[:3], dict(values[3]), *values[4:], []))
         fork = shared.get(lineage)
         found[key].segments.append((length, runs if fork is None else [(folded(version, version, fork), count) for version, count in runs]))
     return found
-
-
-def _sampled(mask: Lists, starts: Lists, values: Lists) -> list[list[tuple[int, int]]]:
-    """Of each row, its runs of equal version as (version, tokens that our policy sampled in it)."""
-    so_far = np.concatenate([[0], np.cumsum(mask.values != 0)])
-    begins = np.append(starts.values + np.repeat(mask.bounds[:-1], starts.lengths), len(mask.values))
-    runs = list(zip(values.values.tolist(), np.diff(so_far[begins]).tolist(), strict=True))
-    return [runs[first:last] for first, last in itertools.pairwise(starts.bounds.tolist())]
 
 
 def assemble(found: dict[Member, Entry], groups: Iterable[int]) -> Header:

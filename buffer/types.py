@@ -7,7 +7,6 @@ segment, ``R`` runs of equal policy version, ``K`` turns. ``behaviour_logprobs[t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -38,8 +37,7 @@ class TrajectoryKey(NamedTuple):
     attempt: int
 
 
-@dataclass(frozen=True, slots=True)
-class MediaSpan:
+class MediaSpan(msgspec.Struct, frozen=True, gc=False):
     """Where the placeholder tokens of one image lie in a segment; the bytes live once, under their digest."""
 
     digest: str
@@ -48,8 +46,7 @@ class MediaSpan:
     length: int
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(msgspec.Struct, frozen=True, gc=False):
     """One training row of a trajectory.
 
     ``token_ids``, ``loss_mask`` (1 where our policy sampled the token) and ``behaviour_logprobs`` (0 where the mask is 0) are ``[T]``.
@@ -90,8 +87,7 @@ class Segment:
         return (int(versions.min()), int(versions.max())) if len(versions) else None
 
 
-@dataclass(frozen=True, slots=True)
-class Trajectory:
+class Trajectory(msgspec.Struct, frozen=True, gc=False):
     """The record of one episode: who played it, what was sampled, how it was scored.
 
     ``reward`` is None when the episode was not scored, which is not 0. ``env_metrics`` are the environment's own numbers
@@ -108,8 +104,8 @@ class Trajectory:
     reward: float | None
     status: Status
     stop_reason: StopReason
-    reward_parts: dict[str, float] = field(default_factory=dict[str, float])
-    env_metrics: dict[str, float] = field(default_factory=dict[str, float])
+    reward_parts: dict[str, float] = {}
+    env_metrics: dict[str, float] = {}
     error: str = ""
     temperature: float = 1.0
     top_p: float = 1.0
@@ -162,8 +158,7 @@ class Header(msgspec.Struct, frozen=True):
     run_sampled: list[int]
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
+class Batch(msgspec.Struct, frozen=True):
     """What one learner step consumes: batch k makes policy version k.
 
     ``groups`` lists the group ids in their recorded order; ``trajectories`` are those dealt to this rank, group by group and member by member: with one
@@ -179,5 +174,5 @@ class Batch:
     recorded: bool = False
     """True when this batch had been served before: a redo after a crash."""
     header: Header | None = None
-    blobs: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
+    blobs: Mapping[str, bytes] = {}
     """The bytes of every image that ``trajectories`` name, by digest."""

@@ -29,24 +29,24 @@ def mean(rows: list[dict[str, Any]], name: str) -> float:
 
 
 def test_a_short_quickstart_learns_within_its_bounds_and_its_books_close(tmp_path: Path) -> None:
-    out = rollstream(tmp_path, "train", "quickstart", "learner.versions=60")
+    out = rollstream(tmp_path, "train", "quickstart", "learner.versions=30")
     run = tmp_path / "runs" / "quickstart"
     rows = rows_of(run)
-    assert [row["version"] for row in rows] == list(range(1, 61))
+    assert [row["version"] for row in rows] == list(range(1, 31))
     assert mean(rows[-5:], "train/reward_mean") > mean(rows[:5], "train/reward_mean") + 0.05
     assert max(row["train/lag_max"] for row in rows) <= 4
     assert sum(row["train/age_drops"] for row in rows) == 0
     assert sum(row["train/invalid_episodes"] for row in rows) == 0
     assert {row["train/episodes"] for row in rows} == {96}
-    assert "version 60 of 60" in out
+    assert "version 30 of 30" in out
     audit = rollstream(tmp_path, "audit", str(run))
-    assert "720" in audit  # 60 batches of 12 groups, each trained once
+    assert "360" in audit  # 30 batches of 12 groups, each trained once
     assert list((run / "tensorboard").iterdir())
-    assert (run / "checkpoints" / "v000060" / "model" / "config.json").is_file()
+    assert (run / "checkpoints" / "v000030" / "model" / "config.json").is_file()
 
 
 def test_depth_0_is_synchronous_training_on_policy(tmp_path: Path) -> None:
-    rollstream(tmp_path, "train", "quickstart", "learner.versions=8", "buffer.depth=0", "buffer.max_lag=0", "warmup.steps=40")
+    rollstream(tmp_path, "train", "quickstart", "learner.versions=4", "buffer.depth=0", "buffer.max_lag=0", "warmup.steps=20")
     for row in rows_of(tmp_path / "runs" / "quickstart"):
         assert row["train/lag_max"] == 0
         assert row["loss/ratio_max"] == pytest.approx(1, abs=1e-4)

@@ -8,13 +8,13 @@ are never written again: they are what a reader of older streams is tested with.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 import threading
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from rollstream.buffer.columns import SCHEMA_VERSION, encode, frame_checksum, to_frame
@@ -39,12 +39,12 @@ def trajectories() -> list[Trajectory]:
         (MediaSpan("ab" * 32, "image/png", 1, 2),),
         (b"\x00\x01", b"\x02"),
     )
-    second = dataclasses.replace(first, media=(), routed_experts=None, turn_rewards=(None, None))
+    second = msgspec.structs.replace(first, media=(), routed_experts=None, turn_rewards=(None, None))
     made = Trajectory(
         *(TrajectoryKey(1, 7, 2, 3), "Acme/Calculator-v0", 11, 99, "train", (first, second), 1.25, "terminated", "terminated"),
         *({"exact": 1.0}, {"success": 0.5}, "", 0.9, 0.95, 40, '[{"role": "user", "content": "é"}]', "actor-0", 1.5, 2.5, 0.25, 0.125),
     )
-    failed = dataclasses.replace(
+    failed = msgspec.structs.replace(
         made, key=TrajectoryKey(1, 7, 3, 0), segments=(second,), reward=None, status="failed", stop_reason="env", error="boom", purpose="eval", reward_parts={}
     )
     return [made, failed]
@@ -52,7 +52,8 @@ def trajectories() -> list[Trajectory]:
 
 def plain(trajectory: Trajectory) -> Any:
     """A trajectory as JSON has it."""
-    return json.loads(json.dumps(dataclasses.asdict(trajectory), default=lambda value: value.hex() if isinstance(value, bytes) else value.tolist()))
+    builtins = msgspec.to_builtins(trajectory, builtin_types=(bytes,), enc_hook=lambda array: array.tolist())
+    return json.loads(json.dumps(builtins, default=bytes.hex))
 
 
 def write(folder: Path) -> None:

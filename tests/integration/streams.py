@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import signal
 import socket
 import subprocess
@@ -15,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from rollstream.buffer.client import ActorClient, LearnerClient
@@ -109,7 +109,7 @@ def play(lease: Lease, member: int, num_tokens: int = 40, media: tuple[MediaSpan
     )
     key = TrajectoryKey(lease.lineage, lease.group_id, member, lease.attempt)
     made = Trajectory(key, lease.env_id, lease.task_index, lease.seed, lease.purpose, (segment,), float(rng.random()), "terminated", "terminated")
-    return dataclasses.replace(made, **changes)
+    return msgspec.structs.replace(made, **changes)
 
 
 async def one_lease(client: ActorClient) -> Lease:

@@ -6,13 +6,13 @@ import json
 import logging
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from safetensors.torch import load_file
 
 from rollstream.buffer.types import Batch, Segment, Trajectory, TrajectoryKey

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import signal
 import socket as sockets
 import subprocess
@@ -16,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -111,7 +111,7 @@ def play(lease: Lease, member: int, num_tokens: int = 40, **changes: Any) -> Tra
     key = TrajectoryKey(lease.lineage, lease.group_id, member, lease.attempt)
     reward = float(rng.random())
     made = Trajectory(key, lease.env_id, lease.task_index, lease.seed, lease.purpose, (segment,), reward, "terminated", "terminated")
-    return dataclasses.replace(made, **changes)
+    return msgspec.structs.replace(made, **changes)
 
 
 class Actor:

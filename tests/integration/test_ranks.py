@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import shutil
@@ -15,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -98,7 +98,7 @@ def batch(version: int, rank: int = 0, ranks: int = 1) -> Batch:
     whole = Batch(0, version, groups, tuple(trajectory(version, group, member) for group in groups for member in range(MEMBERS)))
     header = header_of(whole)
     mine = deal(costs(header, whole.withheld, config().learner.advantage, "keep"), ranks)[rank]
-    return dataclasses.replace(whole, header=header, trajectories=tuple(whole.trajectories[index] for index in mine))
+    return msgspec.structs.replace(whole, header=header, trajectories=tuple(whole.trajectories[index] for index in mine))
 
 
 def config(**learner: Any) -> Config:
@@ -214,8 +214,8 @@ def agreements(ranks: Ranks) -> dict[str, tuple[str, int]]:
             raise DeadlineExceeded("the buffer did not answer")
         return mine
 
-    refused = dataclasses.replace(mine, trajectories=tuple(_with_positive_logprob(one) for one in mine.trajectories)) if ranks.rank else mine
-    other = dataclasses.replace(mine, withheld=frozenset({(3, 0)})) if ranks.rank else mine
+    refused = msgspec.structs.replace(mine, trajectories=tuple(_with_positive_logprob(one) for one in mine.trajectories)) if ranks.rank else mine
+    other = msgspec.structs.replace(mine, withheld=frozenset({(3, 0)})) if ranks.rank else mine
     return {
         "damaged twice": pulls(ranks, damaged(2)),
         "damaged always": pulls(ranks, damaged(9)),
@@ -228,7 +228,7 @@ def agreements(ranks: Ranks) -> dict[str, tuple[str, int]]:
 
 def _with_positive_logprob(one: Trajectory) -> Trajectory:
     first = one.segments[0]
-    return dataclasses.replace(one, segments=(dataclasses.replace(first, behaviour_logprobs=np.ones(first.num_tokens, np.float32)), *one.segments[1:]))
+    return msgspec.structs.replace(one, segments=(msgspec.structs.replace(first, behaviour_logprobs=np.ones(first.num_tokens, np.float32)), *one.segments[1:]))
 
 
 def refusal(ranks: Ranks) -> tuple[str, bool]:

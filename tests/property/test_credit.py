@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -260,7 +261,7 @@ def test_an_empty_batch_and_a_batch_without_turns_are_no_error() -> None:
 def test_a_turn_reward_that_is_not_finite_is_refused_by_the_trajectorys_name() -> None:
     batch = batch_of(np.random.default_rng(2))
     first = batch.trajectories[0].segments[0]
-    bad = replace(first, turn_rewards=(float("nan"), *first.turn_rewards[1:]))
+    bad = msgspec.structs.replace(first, turn_rewards=(float("nan"), *first.turn_rewards[1:]))
     one = batch.trajectories[0]
     trajectory = Trajectory(one.key, "env", 0, 0, "train", (bad,), 1.0, "terminated", "terminated")
     with pytest.raises(DataRefused, match="group 0 member 0 has a turn with reward nan"):

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from rich.console import Console
@@ -131,8 +132,8 @@ def test_failed_trajectories_are_told_apart_and_are_not_trained(tmp_path: Path) 
     stream.books = Books(stream.ledger, replace(RULES, max_infra_attempts=1, max_env_attempts=1))
     while (lease := stream.books.grant("actor-0", 0.0)) is not None:
         played = [trajectory(lease, member, 20) for member in lease.members]
-        played[0] = replace(played[0], status="failed", stop_reason="infra" if lease.group_id else "env", reward=None)
-        played[1] = replace(played[1], status="truncated", stop_reason="length")
+        played[0] = msgspec.structs.replace(played[0], status="failed", stop_reason="infra" if lease.group_id else "env", reward=None)
+        played[1] = msgspec.structs.replace(played[1], status="truncated", stop_reason="length")
         stream.store(played)
     stream.train(1)
     stream.close()

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from rollstream.buffer.types import Batch, Segment, Trajectory, TrajectoryKey
 from rollstream.configs.learner_schema import Advantage, Loss

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -36,7 +36,7 @@ def segment(num_tokens: int = 12, *, prompt: int = 4, versions: tuple[int, ...] 
         ("user", "assistant"),
         (None, 0.25),
     )
-    return dataclasses.replace(made, **changes)
+    return msgspec.structs.replace(made, **changes)
 
 
 def trajectory(member: int = 0, *segments: Segment, **changes: Any) -> Trajectory:
@@ -53,16 +53,16 @@ def trajectory(member: int = 0, *segments: Segment, **changes: Any) -> Trajector
         {"exact": 1.0},
         {"success": 1.0},
     )
-    return dataclasses.replace(made, **changes)
+    return msgspec.structs.replace(made, **changes)
 
 
 def assert_same(found: Trajectory, wanted: Trajectory) -> None:
-    for field in dataclasses.fields(Trajectory):
+    for field in msgspec.structs.fields(Trajectory):
         if field.name != "segments":
             assert getattr(found, field.name) == getattr(wanted, field.name), field.name
     assert len(found.segments) == len(wanted.segments)
     for ours, theirs in zip(found.segments, wanted.segments, strict=True):
-        for field in dataclasses.fields(Segment):
+        for field in msgspec.structs.fields(Segment):
             left, right = getattr(ours, field.name), getattr(theirs, field.name)
             if isinstance(right, np.ndarray):
                 np.testing.assert_array_equal(left, right, field.name)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -26,7 +26,7 @@ def segment(length: int, sampled: str, starts: tuple[int, ...] = (0,), versions:
 
 def trajectory(group: int, member: int, *segments: Segment, **changes: Any) -> Trajectory:
     made = Trajectory(TrajectoryKey(0, group, member, 0), "env", 0, 0, "train", segments, 1.0, "terminated", "terminated", env_metrics={"success": 1.0})
-    return dataclasses.replace(made, **changes)
+    return msgspec.structs.replace(made, **changes)
 
 
 TWO_RUNS = segment(6, "011011", (0, 3), (2, 5))
@@ -61,9 +61,9 @@ def test_a_header_does_not_depend_on_the_order_of_rows_in_the_log() -> None:
 
 
 def test_the_digest_tells_batches_apart_by_anything_that_decides_the_step() -> None:
-    same = dataclasses.replace(BATCH, trajectories=BATCH.trajectories[:1], header=header_of(BATCH))
+    same = msgspec.structs.replace(BATCH, trajectories=BATCH.trajectories[:1], header=header_of(BATCH))
     assert digest_of(same) == digest_of(BATCH), "whatever rows a rank holds"
-    others = (dataclasses.replace(BATCH, withheld=frozenset()), dataclasses.replace(BATCH, lineage=1), dataclasses.replace(BATCH, version=5))
+    others = (msgspec.structs.replace(BATCH, withheld=frozenset()), msgspec.structs.replace(BATCH, lineage=1), msgspec.structs.replace(BATCH, version=5))
     assert len({digest_of(batch) for batch in (BATCH, *others)}) == 4
 
 

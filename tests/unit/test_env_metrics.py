@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
+from msgspec.structs import replace
 
 from rollstream.buffer.types import Batch, Segment, Trajectory, TrajectoryKey
 from rollstream.learner import metrics

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
 import re
 import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import xxhash
@@ -359,7 +359,7 @@ def test_failures_with_ever_new_texts_stop_being_logged(caplog: pytest.LogCaptur
 
 def test_episodes_cut_for_length_are_told_once_with_the_remedy(caplog: pytest.LogCaptureFixture) -> None:
     endings = Endings()
-    cut = dataclasses.replace(passed(), status="truncated", stop_reason="length")
+    cut = msgspec.structs.replace(passed(), status="truncated", stop_reason="length")
     for _ in range(LENGTH_AFTER // 2):
         endings.count(passed())
         endings.count(cut)

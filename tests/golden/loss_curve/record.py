@@ -53,7 +53,7 @@ def trajectory(version: int, group: int, member: int) -> Trajectory:
 
 def scored(policy: Policy, made: Batch) -> list[Trajectory]:
     """The trajectories of ``made`` with log-probabilities of the policy, and noise."""
-    from dataclasses import replace
+    from msgspec.structs import replace
 
     run = test_module().run_in(FOLDER, "async")
     flat = flatten(made, run.config.buffer.max_lag)
