@@ -85,8 +85,7 @@ class Evaluator(Actor):
                 self.num_pinned -= 1
                 self.loaded.notify_all()
         else:
-            self.num_owed -= len(lease.members)
-            self.give_credit()
+            self.leave_unplayed(lease)
             logger.warning("group=%d version=%d played=false reason=%s", lease.group_id, lease.admit_version, "its weights are not kept now")
         self.client.finish(lease.group_id)
 

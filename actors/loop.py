@@ -15,6 +15,7 @@ from ..configs.schema import ScriptedSampler as ScriptedConfig
 from ..configs.schema import TinyModel
 from ..envs import registry
 from ..errors import DeadlineExceeded, Refused, StreamError, WeightsGone
+from .closings import Closings, GroupClosed
 from .env_pool import EnvPool
 from .invalid import InvalidShare
 from .rollout import Player, Renderers
@@ -22,6 +23,7 @@ from .rollout import Player, Renderers
 if TYPE_CHECKING:
     import threading
 
+    from ..buffer.types import Trajectory
     from ..buffer.weights import Manifest
     from ..buffer.wire import Lease
     from ..configs.run_folder import Run
@@ -102,6 +104,7 @@ class Actor:
         self.slots = asyncio.Semaphore(self.settings.slots)
         self.num_owed = 0
         self.num_playing = 0
+        self.closings = Closings()
         self.leaving_lineage = False
         self.awaited: dict[int, int] = {}
 
@@ -124,6 +127,7 @@ class Actor:
                         if self.role == "actor":
                             tasks.create_task(self.watch_weights(), name="weights")
                         tasks.create_task(self.report(), name="report")
+                        tasks.create_task(self.end_closed(), name="closed groups")
                         tasks.create_task(self.take_leases(tasks), name="leases")
                 finally:
                     with contextlib.suppress(TimeoutError, StreamError):
@@ -152,10 +156,22 @@ class Actor:
     async def play_group(self, lease: Lease) -> None:
         """Plays the members that a lease names, side by side, once the weights it asks for are held; gives it back when all are appended."""
         self.awaited[lease.group_id] = lease.admit_version
-        await self.hold(lease.lineage, lease.admit_version)
-        del self.awaited[lease.group_id]
-        await self.play_members(lease)
+        try:
+            async with self.closings.unless_closed(lease.group_id):
+                await self.hold(lease.lineage, lease.admit_version)
+        except GroupClosed:
+            self.closings.num_cancelled += len(lease.members)
+            self.leave_unplayed(lease)
+        else:
+            self.awaited.pop(lease.group_id, None)
+            await self.play_members(lease)
+        self.awaited.pop(lease.group_id, None)
         self.client.finish(lease.group_id)
+
+    def leave_unplayed(self, lease: Lease) -> None:
+        """Nothing of this lease is played."""
+        self.num_owed -= len(lease.members)
+        self.give_credit()
 
     async def play_members(self, lease: Lease) -> None:
         """Plays the members that a lease names, side by side."""
@@ -165,15 +181,15 @@ class Actor:
 
     async def play_member(self, lease: Lease, member: int) -> None:
         """Plays one episode in a free slot, then appends its trajectory; the slot is taken by the next while the network works."""
-        async with self.slots:
-            await self.hold(lease.lineage, lease.admit_version)  # a new lineage may have begun while it waited for the slot
-            self.num_playing += 1
-            try:
-                trajectory = await self.player.play(lease, member)
-            finally:
-                self.num_playing -= 1
-                self.num_owed -= 1
+        trajectory = None
+        try:
+            trajectory = await self.play_episode(lease, member)
+        except GroupClosed:
+            self.closings.num_cancelled += 1
+        self.num_owed -= 1
         self.give_credit()
+        if trajectory is None:
+            return
         try:
             await self.client.append(trajectory)
         except Refused as error:
@@ -182,6 +198,23 @@ class Actor:
             # The learner started a new lineage while this episode was played: nobody waits for it any more.
             logger.warning("group=%d member=%d state=not_wanted reason=%s", lease.group_id, member, error)
         self.invalid.count(trajectory)
+
+    async def play_episode(self, lease: Lease, member: int) -> Trajectory:
+        """Plays one episode in a free slot. Raises :class:`GroupClosed` where the buffer closed its group before it ended."""
+        async with self.closings.unless_closed(lease.group_id), self.slots:
+            await self.hold(lease.lineage, lease.admit_version)  # a new lineage may have begun while it waited for the slot
+            self.num_playing += 1
+            try:
+                return await self.player.play(lease, member)
+            finally:
+                self.num_playing -= 1
+
+    async def end_closed(self) -> None:
+        """Consumes what the buffer says of groups that wait for nobody; ends what is played of them, which frees their slots."""
+        while True:
+            closed = await self.client.closed()
+            if num_ended := self.closings.close(closed):
+                logger.info("groups=closed ids=%s episodes_ended=%d", sorted(closed), num_ended)
 
     def give_credit(self) -> None:
         """Tells the buffer how many more groups fit. An actor with fewer slots than a group has members takes one group when it is idle."""
@@ -260,6 +293,7 @@ class Actor:
                     **self.sampler.counters,
                     "episodes": float(self.invalid.num_episodes),
                     "invalid_episodes": float(self.invalid.num_invalid),
+                    "cancelled_episodes": float(self.closings.num_cancelled),
                     "cpu_s": time.process_time(),
                 },
                 {"running": float(self.num_playing), "version": float(held[1] if held else -1)},

@@ -133,6 +133,10 @@ class Player:
             self.endings.failed(error, outcome.stop_reason, lease.env_id)
             if env is not None:
                 self.envs.discard(env, lease.env_id)
+        except asyncio.CancelledError:  # its group was closed: who knows where the environment stands
+            if env is not None:
+                self.envs.discard(env, lease.env_id)
+            raise
         finally:
             await self.sampler.release(session)
         trajectory = self._trajectory(lease, member, episode, outcome)

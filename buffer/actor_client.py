@@ -80,6 +80,8 @@ class ActorClient:
         self._leases: deque[wire.Lease] = deque()
         self._lease_came = asyncio.Event()
         self._holding: Counter[int] = Counter()
+        self._closed: set[int] = set()
+        self._closed_came = asyncio.Event()
         self._num_received = 0
         self._capacity = 0
         self._credit_sent: tuple[int, int] | None = None
@@ -145,6 +147,16 @@ class ActorClient:
         if self._holding[group_id] <= 0:
             del self._holding[group_id]
 
+    async def closed(self) -> frozenset[int]:
+        """The next groups that wait for no member any more although a lease of them was taken here; those not yet taken never come.
+
+        The buffer says so with every heartbeat until :meth:`finish` is called, so a group may be named again.
+        """
+        await self._closed_came.wait()
+        self._closed_came.clear()
+        closed, self._closed = frozenset(self._closed), set()
+        return closed
+
     def stop(self, reason: str = "the actor stops") -> None:
         """Makes :meth:`next_lease` give None from now on."""
         if self.stop_reason is None:
@@ -167,6 +179,17 @@ class ActorClient:
     def report(self, counters: dict[str, float], gauges: dict[str, float], waiting_for: str) -> None:
         """The actor's latest numbers, sent with the next heartbeat: counters only grow, gauges are levels, ``waiting_for`` is for people."""
         self._counters, self._gauges, self._waiting_for = dict(counters), dict(gauges), waiting_for
+
+    def _close(self, group_ids: Sequence[int]) -> None:
+        waiting = [lease for lease in self._leases if lease.group_id in group_ids]
+        for lease in waiting:
+            self._leases.remove(lease)
+            self.finish(lease.group_id)
+        if closed := set(group_ids) & self._holding.keys():
+            self._closed |= closed
+            self._closed_came.set()
+        if waiting:
+            self._post_credit()
 
     def _post_credit(self) -> None:
         """Sends the credit if it changed: capacity less the leases that came and were not taken yet."""
@@ -216,6 +239,8 @@ class ActorClient:
                     self._holding[lease.group_id] += 1
                     self._leases.append(lease)
                 self._lease_came.set()
+            case wire.Closed():
+                self._close(message.groups)
             case wire.Welcome() if request_id == self._hello_id:
                 self._welcome.set()
                 self._credit_sent = None

@@ -203,6 +203,10 @@ class Evaluations:
         """Groups ``peer_id`` holds a lease of."""
         return frozenset(self._held.get(peer_id, ()))
 
+    def awaits(self, group_id: int) -> bool:
+        """Whether a group still waits for members."""
+        return group_id in self._of_group
+
     def holders(self) -> list[str]:
         """Everyone who holds a lease."""
         return [peer_id for peer_id, held in self._held.items() if held]

@@ -10,7 +10,6 @@ another schema version is refused with a code and a reason, counted, and never s
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,6 +29,7 @@ from .evaluation_rules import EvaluationRules
 from .evaluations import Evaluations
 from .facts import Fact, facts
 from .hold import Hold
+from .holders import Holders
 from .log import Log
 from .peers import Peer, Peers
 from .pulls import Pulls
@@ -38,11 +38,6 @@ from .status import status_of
 logger = logging.getLogger(__name__)
 
 Payload = Sequence[zmq.Frame]
-
-_RESTART_GRACE_S = 5.0
-_PROBE_S = 2.0  # twice the clients' heartbeat
-_SETTLE_S = 5.0  # a lease younger than this may still be on its way to its actor
-
 
 _header = msgspec.msgpack.Decoder(wire.Envelope[msgspec.Raw])  # the message itself is decoded once protocol and run are known to be ours
 _message = msgspec.msgpack.Decoder(wire.ClientMessage)
@@ -61,7 +56,7 @@ class Handlers:
         self.round_bytes = 0
         self._run_id = run.run_id
         self._compression: Compression = run.config.buffer.compression
-        self._lease_timeout_s = run.config.buffer.lease_timeout_s
+        self._holders = Holders(books, self.evaluations, self.peers, run.config.buffer.lease_timeout_s)
         self._outbox: list[Sequence[Any]] = []
         self._pulls = Pulls(run.config, books, log)
         self.blobs = BlobStore(run.blobs_folder, books.ledger, books.counters)
@@ -70,7 +65,6 @@ class Handlers:
         self.hold: Hold | None = None
         self._stopping_since: float | None = None
         self._stop_reason = ""
-        self._started_at = time.monotonic()
         self._handlers: dict[type[wire.Message], Callable[[Peer, Any, int, Payload, float], None]] = {
             wire.Credit: self._credit,
             wire.Append: self._append,
@@ -128,10 +122,12 @@ class Handlers:
         Nobody is called silent while messages still wait to be read (``drained`` false).
         """
         if drained:
-            self._expire(now)
+            for pushed in self._holders.expire(now):
+                self._push(*pushed)
             self.books.close_late(now)
         if self._stopping_since is None:
-            self._push_leases(now)
+            for pushed in self._holders.grant(now):
+                self._push(*pushed)
         for answer in self._pulls.answers(now, None if self._stopping_since is None else self._stop_reason):
             if isinstance(answer.message, wire.Refused):
                 self._refuse(answer.route, answer.request_id, answer.message.code, answer.message.reason)
@@ -211,13 +207,13 @@ class Handlers:
         peer = self.peers.at(route)
         if peer is not None:
             logger.warning("event=peer_unreachable role=%s peer=%s", peer.role, peer.peer_id)
-            self._leases_of(peer).give_up(peer.peer_id)
+            self._holders.give_back(peer)
             self._pulls.forget(peer.peer_id)
             self.peers.leave(peer)
 
-    def _leases_of(self, peer: Peer) -> Books | Evaluations:
-        """The books that this peer's leases are in: evaluators are never given one to train, nor actors one to evaluate."""
-        return self.evaluations if peer.role == "evaluator" else self.books
+    def _push(self, route: bytes, message: wire.ServerMessage | None) -> None:
+        if message is not None:
+            self._send(route, 0, message)
 
     def _send(self, route: bytes, request_id: int, message: wire.ServerMessage, payload: Sequence[pa.Buffer] = ()) -> None:
         header = _encoder.encode(wire.Envelope(wire.PROTOCOL_VERSION, self._run_id, request_id, message))
@@ -248,24 +244,24 @@ class Handlers:
             self.books.resume(hello.version, hello.lineage)
         peer = self.peers.hello(route, hello, now)
         if hello.role in ("actor", "evaluator"):
-            self._leases_of(peer).give_up(hello.peer_id, keep=frozenset(hello.holding))
-            self._leases_of(peer).claim(hello.peer_id, hello.holding, now)
+            self._holders.greet(peer, hello.holding, now)
         logger.info("event=hello role=%s peer=%s holding=%d", hello.role, hello.peer_id, len(hello.holding))
         self._send(route, request_id, wire.Welcome(self.books.lineage, self.books.version, self.peers.credit_bytes()))
+        self._push(route, self._holders.closed(peer, hello.holding))
         if self._stopping_since is not None and hello.role != "supervisor":
-            self._send(route, 0, wire.Stop(self._stop_reason))
+            self._push(route, wire.Stop(self._stop_reason))
 
     def _credit(self, peer: Peer, message: wire.Credit, request_id: int, payload: Payload, now: float) -> None:
         peer.credit = max(0, message.num_groups - (peer.num_pushed - message.num_received))
 
     def _heartbeat(self, peer: Peer, message: wire.Heartbeat, request_id: int, payload: Payload, now: float) -> None:
         peer.counters, peer.gauges, peer.waiting_for = message.counters, message.gauges, message.waiting_for
-        self._leases_of(peer).give_up(peer.peer_id, keep=frozenset(message.holding), granted_before=now - _SETTLE_S)
+        self._holders.keep(peer, message.holding, now)
         self._send(peer.route, request_id, wire.Acknowledged())
+        self._push(peer.route, self._holders.closed(peer, message.holding))
 
     def _release(self, peer: Peer, message: wire.Release, request_id: int, payload: Payload, now: float) -> None:
-        leases = self._leases_of(peer)
-        leases.give_up(peer.peer_id, keep=leases.held(peer.peer_id) - frozenset(message.group_ids))
+        self._holders.give_back(peer, message.group_ids)
         peer.credit = 0
         self._send(peer.route, request_id, wire.Acknowledged())
 
@@ -277,38 +273,11 @@ class Handlers:
             logger.info("event=stopping by=%s", peer.peer_id)
             for other in self.peers:
                 if other.role != "supervisor":
-                    self._send(other.route, 0, wire.Stop(self._stop_reason))
+                    self._push(other.route, wire.Stop(self._stop_reason))
         elif not message.everybody:
-            self._leases_of(peer).give_up(peer.peer_id)
+            self._holders.give_back(peer)
             self._pulls.forget(peer.peer_id)
             self.peers.leave(peer)
-
-    def _expire(self, now: float) -> None:
-        """Offers again what silent actors hold; after a restart, what actors hold that have not come back."""
-        grace_s = min(self._lease_timeout_s, _RESTART_GRACE_S)
-        for book, peer_id in [(owner, holder) for owner in (self.books, self.evaluations) for holder in owner.holders()]:
-            peer = self.peers.named(peer_id)
-            gone = now - self._started_at > grace_s if peer is None else now - peer.last_heard > self._lease_timeout_s
-            if gone:
-                num_expired = book.give_up(peer_id)
-                self.books.counters["leases_expired"] += num_expired
-                logger.warning("event=leases_expired peer=%s leases=%d timeout_s=%g", peer_id, num_expired, self._lease_timeout_s)
-                if peer is not None:
-                    self.peers.leave(peer)
-        for peer in self.peers:
-            if peer.role in ("actor", "evaluator") and now - max(peer.last_heard, peer.probed_at) > _PROBE_S:
-                peer.probed_at = now
-                self._send(peer.route, 0, wire.Acknowledged())  # fails at once where the process is dead: see unreachable
-
-    def _push_leases(self, now: float) -> None:
-        pushed: dict[bytes, list[wire.Lease]] = {}
-        for role in ("actor", "evaluator"):
-            while (peer := self.peers.neediest(role)) is not None and (lease := self._leases_of(peer).grant(peer.peer_id, now)) is not None:
-                peer.credit -= 1
-                peer.num_pushed += 1
-                pushed.setdefault(peer.route, []).append(lease)
-        for route, leases in pushed.items():
-            self._send(route, 0, wire.Leases(leases))
 
     # --- rows -----------------------------------------------------------------------------------------------------------------------
 
@@ -392,7 +361,7 @@ class Handlers:
     # --- looking --------------------------------------------------------------------------------------------------------------------
 
     def _status(self, peer: Peer, message: wire.StatusRequest, request_id: int, payload: Payload, now: float) -> None:
-        peers = [other.status(now, len(self._leases_of(other).held(other.peer_id))) for other in self.peers]
+        peers = [other.status(now, self._holders.num_held(other)) for other in self.peers]
         waits_for = self.books.waits_for() if self._pulls and self.hold is None else ""
         holds_for = "" if self.hold is None else self.hold.reason
         self._send(peer.route, request_id, status_of(self.books, self.evaluations, peers, waits_for, holds_for))

@@ -148,6 +148,11 @@ class Leases:
         """Groups ``peer_id`` holds a lease of."""
         return frozenset(self._held.get(peer_id, ()))
 
+    def awaits(self, group_id: int) -> bool:
+        """Whether a group still waits for members."""
+        group = self._groups.get(group_id)
+        return group is not None and group.row.state == "open" and bool(group.missing)
+
     def holders(self) -> list[str]:
         """Everyone who holds a lease."""
         return [peer_id for peer_id, held in self._held.items() if held]

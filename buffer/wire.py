@@ -12,7 +12,7 @@ structs below, MessagePack) followed by Arrow IPC record-batch frames where the 
     PutBlob + frame  ->             Acknowledged | Refused       the bytes of one digest, before the rows that name it
     FetchBlobs       ->             Blobs + frames | Refused     the bytes of the first of these digests, as many as fit
     Amend + frame    ->             Amended | Refused            only after the amendments are in their log
-    Heartbeat        ->             Acknowledged                 keeps leases; carries the actor's counters and what it waits for
+    Heartbeat        ->             Acknowledged, Closed*        keeps leases; carries the actor's counters and what it waits for
     Release          ->             Acknowledged                 an actor that stops gives its leases back
     PullBatch        ->             BatchReply + frames | Wait   the header and a rank's rows, the same every time; Stop when the run ends
     Trained          ->             Acknowledged                 the learner now holds this version
@@ -21,6 +21,8 @@ structs below, MessagePack) followed by Arrow IPC record-batch frames where the 
     Sync             ->             Acknowledged                 log and ledger are on disk: a checkpoint may count as complete
     StatusRequest    ->             StatusReply                  what the terminal view shows
     Farewell         ->             Acknowledged                 a peer leaves; from the supervisor: everybody stops
+
+What is marked * is pushed, under request id 0.
 """
 
 from __future__ import annotations
@@ -29,14 +31,20 @@ from typing import Generic, Literal, TypeVar
 
 import msgspec
 
-from .types import Header, Purpose
+from .types import Header
+from .wire_parts import Evaluation as Evaluation
+from .wire_parts import FinishedMember as FinishedMember
+from .wire_parts import Lease as Lease
+from .wire_parts import PeerStatus as PeerStatus
+from .wire_parts import RetainedVersion as RetainedVersion
+from .wire_parts import Role as Role
+from .wire_parts import SkippedVersion as SkippedVersion
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 
 MAX_FRAME_BYTES = 64 * 2**20
 """Of one frame to the buffer. A peer that sends a longer one loses its connection."""
 
-Role = Literal["actor", "evaluator", "learner", "supervisor", "scorer"]
 RefusalCode = Literal[
     "unknown_peer",
     "replaced",
@@ -161,22 +169,6 @@ class Published(Message, frozen=True):
     digest: str
 
 
-class RetainedVersion(msgspec.Struct, frozen=True):
-    """A version whose weights the learner keeps so that evaluators can load them."""
-
-    lineage: int
-    version: int
-    digest: str
-
-
-class SkippedVersion(msgspec.Struct, frozen=True):
-    """A version that was due to be evaluated and could not be kept."""
-
-    lineage: int
-    version: int
-    reason: str
-
-
 class Retained(Message, frozen=True):
     """All versions that the learner keeps for evaluations now, an absolute statement, and those it could not keep since the last one.
 
@@ -215,39 +207,16 @@ class Welcome(Message, frozen=True):
     credit_bytes: int = 0
 
 
-class FinishedMember(msgspec.Struct, frozen=True):
-    """A member of a re-leased group that somebody already finished."""
-
-    member: int
-    reward: float | None
-
-
-class Lease(msgspec.Struct, frozen=True):
-    """The right to produce one group. ``members`` are the ones to play; ``finished`` the ones that are done already.
-
-    ``sequence`` numbers training leases in admission order. The actor starts only when its sampler holds ``admit_version`` or newer of
-    ``lineage``, or any version of a later one. A lease to evaluate asks for exactly ``admit_version``, with weights of this ``digest``.
-    ``seed`` is the environment's reset seed, shared by the group.
-    """
-
-    lineage: int
-    group_id: int
-    sequence: int
-    attempt: int
-    purpose: Purpose
-    env_id: str
-    task_index: int
-    seed: int
-    members: list[int]
-    admit_version: int
-    finished: list[FinishedMember] = []
-    digest: str = ""
-
-
 class Leases(Message, frozen=True):
     """Leases pushed to an actor against its credit."""
 
     leases: list[Lease]
+
+
+class Closed(Message, frozen=True):
+    """Pushed: these groups that an actor said it holds wait for no member any more. What it still plays of them is of no use; what it has sent does no harm."""
+
+    groups: list[int]
 
 
 class Appended(Message, frozen=True):
@@ -324,39 +293,11 @@ class Stop(Message, frozen=True):
     reason: str
 
 
-class Evaluation(msgspec.Struct, frozen=True):
-    """One evaluation: ``state`` is open, done, skipped or dropped, the last two for ``reason``. ``values`` are its metrics once it is done.
-
-    ``num_done`` of ``num_members`` trajectories are there. ``number`` counts closed evaluations in the order they closed, from 1; 0 while it is open.
-    """
-
-    lineage: int
-    version: int
-    state: str
-    reason: str = ""
-    num_members: int = 0
-    num_done: int = 0
-    values: dict[str, float] = {}
-    number: int = 0
-
-
 class Evaluations(Message, frozen=True):
     """Answers :class:`Retained`: evaluations that are ``open``, and those ``closed`` beyond the ones the learner knew, in the order they closed."""
 
     open: list[Evaluation]
     closed: list[Evaluation]
-
-
-class PeerStatus(msgspec.Struct, frozen=True):
-    """One peer as the buffer sees it. ``silent_s`` is the time since it last spoke."""
-
-    role: Role
-    peer_id: str
-    silent_s: float
-    counters: dict[str, float]
-    gauges: dict[str, float]
-    waiting_for: str
-    num_leases: int
 
 
 class StatusReply(Message, frozen=True):
@@ -380,7 +321,10 @@ ClientMessage = (
     Hello | Credit | Append | Amend | AskBlobs | PutBlob | FetchBlobs | Heartbeat
     | Release | PullBatch | Trained | Published | Retained | Sync | StatusRequest | Farewell
 )  # fmt: skip
-ServerMessage = Welcome | Leases | Appended | Amended | LackedBlobs | Blobs | BatchReply | Wait | Acknowledged | Refused | Stop | StatusReply | Evaluations
+ServerMessage = (
+    Welcome | Leases | Closed | Appended | Amended | LackedBlobs | Blobs | BatchReply
+    | Wait | Acknowledged | Refused | Stop | StatusReply | Evaluations
+)  # fmt: skip
 
 
 M = TypeVar("M")

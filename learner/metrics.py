@@ -166,6 +166,7 @@ class Counters:
         costs = [numbers["cpu_s"] for peer in actors for numbers in (peer.counters, peer.gauges) if "cpu_s" in numbers]
         if costs:
             row["actors/cpu_s"] = sum(costs)
+        row["actors/cancelled_episodes"] = sum(peer.counters.get("cancelled_episodes", 0.0) for peer in actors)
         tokens = sum(peer.counters.get("tokens", 0.0) for peer in actors)
         if self._tokens is not None and now > self._tokens[0] and tokens >= self._tokens[1]:
             row["actors/tokens_per_s"] = (tokens - self._tokens[1]) / (now - self._tokens[0])
