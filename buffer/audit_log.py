@@ -74,8 +74,7 @@ def read_log(folder: Path, ledger: Ledger, appends: Iterable[tuple[int, Location
     for segment, found in sorted(by_segment.items()):
         batches = _read_segment(segment_path(folder, segment), found, rows_recorded, report)
         if batches is None:  # sealed, maybe at this very moment: the ledger knows before the original goes
-            sealed = {known.segment: (known, removed) for known, removed in ledger.segments()}
-            batches = _read_sealed(folder, sealed.get(segment), found, rows_recorded, report)
+            batches = _read_sealed(folder, ledger, found, rows_recorded, report)
             if batches is None:
                 parts.append(_removed(ledger, found, names))
                 report.num_removed += len(parts[-1][0])
@@ -127,32 +126,43 @@ def _read_segment(path: Path, appends: list[tuple[int, Location]], rows_recorded
     return batches
 
 
-def _read_sealed(
-    folder: Path, known: tuple[SealedFile, bool] | None, appends: list[tuple[int, Location]], rows_recorded: dict[int, int], report: AuditReport
-) -> Appends | None:
-    """The appends of a sealed segment, the whole file checked against the ledger; None where retention removed it."""
-    path = sealed_path(folder, appends[0][1].segment)
-    if known is not None and known[1]:
+def _read_sealed(folder: Path, ledger: Ledger, appends: list[tuple[int, Location]], rows_recorded: dict[int, int], report: AuditReport) -> Appends | None:
+    """The appends of a sealed segment, the whole file checked against the ledger; None where retention removed it, if only at this very moment."""
+    segment = appends[0][1].segment
+    path = sealed_path(folder, segment)
+    known, removed = _sealed_now(ledger, segment)
+    if removed:
         return None
-    if known is None or not path.is_file():
-        note(report, [f"{segment_path(folder, appends[0][1].segment).name} is missing: {len(appends)} appends with it"])
+    try:
+        found, size = file_checksum(path), path.stat().st_size
+        differs = known is not None and (found, size) != (known.checksum, known.size_bytes)
+        batches = [] if known is None or differs else _appends_of(Sealed(path), appends)
+    except (FileNotFoundError, Corrupt) as error:
+        if _sealed_now(ledger, segment)[1]:
+            return None
+        gone = isinstance(error, FileNotFoundError)
+        note(report, [f"{segment_path(folder, segment).name} is missing: {len(appends)} appends with it" if gone else str(error)])
         return []
-    found, size = file_checksum(path), path.stat().st_size
+    if known is None:
+        note(report, [f"{segment_path(folder, segment).name} is missing: {len(appends)} appends with it"])
+        return []
     report.size_bytes += size
     report.num_sealed += 1
-    if (found, size) != (known[0].checksum, known[0].size_bytes):
-        note(report, [f"{path.name} has {size} bytes with checksum {found}, the ledger recorded {known[0].size_bytes} with {known[0].checksum}"])
-        return []
-    try:
-        sealed = Sealed(path)
-        batches = [(append_id, sealed.read(location.offset)) for append_id, location in appends]
-    except Corrupt as error:
-        note(report, [str(error)])
-        return []
+    if differs:
+        note(report, [f"{path.name} has {size} bytes with checksum {found}, the ledger recorded {known.size_bytes} with {known.checksum}"])
     report.num_appends += len(batches)
     differ = [append_id for append_id, batch in batches if batch.num_rows != rows_recorded[append_id]]
     note(report, [f"{path.name}: append {append_id} has other than the {rows_recorded[append_id]} rows that the ledger recorded" for append_id in differ])
     return batches
+
+
+def _sealed_now(ledger: Ledger, segment: int) -> tuple[SealedFile | None, bool]:
+    """What the ledger says at this moment of a sealed segment, and whether retention removed it."""
+    return next(((known, removed) for known, removed in ledger.segments() if known.segment == segment), (None, False))
+
+
+def _appends_of(sealed: Sealed, appends: list[tuple[int, Location]]) -> Appends:
+    return [(append_id, sealed.read(location.offset)) for append_id, location in appends]
 
 
 def _removed(ledger: Ledger, appends: list[tuple[int, Location]], names: dict[str, int]) -> list[Column]:

@@ -1,6 +1,9 @@
 """Looking at a run's trajectories from the outside: listed and filtered by the ledger, read from the log, queried with SQL.
 
-Reads only, also beside a live buffer. A listing opens no segment; a trajectory or an export reads only the appends that hold its rows, checksums verified.
+Reads only, also beside a live buffer, and keeps no lock: what the ledger says is read at once, files after that. Segments may be sealed or removed in between:
+rows are found in either form, and those that retention removed are left out and counted. A listing opens no segment; a trajectory or an export reads only the
+appends that hold its rows, checksums verified.
+
 SQL goes through DuckDB over six views: ``members`` (one row per trajectory: what became of it), ``trajectories`` (one row per segment: every column of the
 stream, with ``state``, ``trained_version``, ``lag`` and ``withheld``), ``groups`` and ``batches``.
 """
@@ -10,23 +13,24 @@ stream, with ``state``, ``trained_version``, ``lag`` and ``withheld``), ``groups
 
 from __future__ import annotations
 
+import contextlib
 import re
+import resource
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import pyarrow as pa
 
-from ..errors import ConfigError, Corrupt, MissingExtra
+from ..errors import ConfigError, MissingExtra
 from .columns import SCHEMA, decode, rows_of, with_reward
 from .evaluation_tables import FIRST_GROUP
 from .lineages import Lineages
-from .log import segment_path
 from .recorded import Segments, open_ledger
-from .sealed import sealed_path
 from .types import Purpose, Trajectory
 
+_OTHER_FILES = 256  # that a process has open beside the sealed segments
 VIEWS = ("trajectories", "members", "groups", "batches", "evaluations", "amendments")
 
 
@@ -132,7 +136,7 @@ class Inspector:
 
     def __init__(self, folder: Path) -> None:
         self._ledger = open_ledger(folder)
-        self._segments = Segments(folder / "stream")
+        self._segments = Segments(folder / "stream", self._ledger)
         self.num_removed = 0
         """Trajectories that :meth:`tables` left out, since retention removed their rows."""
 
@@ -151,13 +155,16 @@ class Inspector:
 
     def listed(self, chosen: Filter) -> list[Listed]:
         """The trajectories a filter means, in the order of (group, member); with a limit, the newest."""
+        with self._ledger.snapshot():
+            return self._listed(chosen)
+
+    def _listed(self, chosen: Filter) -> list[Listed]:
         where, values = chosen.where()
         query = f"SELECT {_KNOWN} FROM {_COMMITTED} WHERE {where} ORDER BY group_id DESC, member DESC LIMIT ?"  # noqa: S608
-        with self._ledger.snapshot():
-            rows = list(self._ledger.rows(query, [*values, -1 if chosen.limit is None else chosen.limit]))
-            versions = [row[12] for row in rows if row[12] is not None]
-            lineages = self._ledger.lineages()
-            batches = list(self._ledger.batches(lineages.current, min(versions), max(versions))) if versions else []
+        rows = list(self._ledger.rows(query, [*values, -1 if chosen.limit is None else chosen.limit]))
+        versions = [row[12] for row in rows if row[12] is not None]
+        lineages = self._ledger.lineages()
+        batches = list(self._ledger.batches(lineages.current, min(versions), max(versions))) if versions else []
         withheld = {pair for batch in batches for pair in batch.withheld}
         owners = {batch.version: batch.lineage for batch in batches}
         return [_listed(row, (row[0], row[1]) in withheld, owners.get(row[12], 0), lineages) for row in reversed(rows)]
@@ -177,8 +184,8 @@ class Inspector:
         """One trajectory with all its tokens.
 
         Raises:
-            ConfigError: it was not committed.
-            Corrupt: its rows are damaged, or were removed by retention.
+            ConfigError: it was not committed, or its rows were removed by retention.
+            Corrupt: its rows are damaged.
 
         """
         found = [listed for listed in self.listed(Filter(group=group_id)) if listed.member == member]
@@ -195,7 +202,7 @@ class Inspector:
             )
         batch = next((batch for _, batch in self._batches(found)), None)
         if batch is None:
-            raise Corrupt(f"group {group_id} member {member}: its rows were removed by retention (buffer.keep_gb); only its line in the list is left")
+            raise ConfigError(f"group {group_id} member {member}: its rows were removed by retention (buffer.keep_gb); only its line in the list is left")
         return found[0], with_reward(decode(batch)[0], found[0].reward)
 
     def tables(self, listed: Iterable[Listed]) -> Iterator[pa.Table]:
@@ -212,16 +219,14 @@ class Inspector:
 
     def _batches(self, listed: Iterable[Listed]) -> Iterator[tuple[list[Listed], pa.RecordBatch]]:
         """Rows of these trajectories, with the trajectory that each belongs to; what retention removed is only counted."""
-        removed = {sealed.segment for sealed, gone in self._ledger.segments() if gone}
         wanted: dict[int, dict[tuple[int, int, int], Listed]] = {}
         for one in listed:
             wanted.setdefault(one.append_id, {})[one[:3]] = one
         for append_id in sorted(wanted):
-            location = self._ledger.append(append_id)[0]
-            if location.segment in removed:
+            batch = self._segments.read(self._ledger.append(append_id)[0])
+            if batch is None:
                 self.num_removed += len(wanted[append_id])
                 continue
-            batch = self._segments.read(location)
             keys = list(zip(*(batch.column(name).to_pylist() for name in ("group_id", "member", "attempt")), strict=True))
             rows = [row for row, key in enumerate(keys) if key in wanted[append_id]]
             yield [wanted[append_id][keys[row]] for row in rows], rows_of(batch, rows)
@@ -241,9 +246,9 @@ class Inspector:
         except ImportError:
             raise MissingExtra("--sql needs DuckDB: pip install duckdb") from None
         named = {name for name in VIEWS if re.search(rf"\b{name}\b", sql, re.IGNORECASE)}
-        with duckdb.connect() as database:
+        with contextlib.ExitStack() as opened, duckdb.connect() as database:
             database.execute("SET threads = 2")
-            files = self._register(database.register, named)
+            files = [str(Path("/proc/self/fd", str(opened.enter_context(file).fileno()))) for file in self._register(database.register, named)]
             if "trajectories" in named:
                 database.execute(_trajectories_view(files))
             database.execute(f"SET allowed_paths = {files}")
@@ -260,22 +265,26 @@ class Inspector:
             except duckdb.Error as error:
                 raise ConfigError(f"--sql: {' '.join(str(error).split())}") from None
 
-    def _register(self, register: Callable[[str, pa.Table], object], named: set[str]) -> list[str]:
-        """Gives DuckDB the tables behind the views; the result are the sealed files, which it reads itself."""
-        for name in ("groups", "batches", "evaluations", "amendments"):
-            if name in named:
-                register(name, self._table(name))
-        if named & {"members", "trajectories"}:
-            register("members", _table_of(self.listed(Filter())))
-        if "trajectories" not in named:
-            return []
-        known = {sealed.segment for sealed, removed in self._ledger.segments() if not removed}
-        batches: list[pa.RecordBatch] = []
-        for _, location in self._ledger.locations():
-            if location.segment not in known and segment_path(self._segments.folder, location.segment).exists():
-                batches.append(self._segments.read(location))
+    def _register(self, register: Callable[[str, pa.Table], object], named: set[str]) -> list[BinaryIO]:
+        """Gives DuckDB the tables behind the views, all of one moment; the result are the sealed files, which it reads itself.
+
+        They are given open, so that retention takes none of them away from a statement that has begun.
+        """
+        with self._ledger.snapshot():
+            for name in ("groups", "batches", "evaluations", "amendments"):
+                if name in named:
+                    register(name, self._table(name))
+            if named & {"members", "trajectories"}:
+                register("members", _table_of(self._listed(Filter())))
+            if "trajectories" not in named:
+                return []
+            segments = {sealed.segment: removed for sealed, removed in self._ledger.segments()}
+            unsealed = [location for _, location in self._ledger.locations() if location.segment not in segments]
+        batches = [batch for location in unsealed if (batch := self._segments.read(location)) is not None]
         register("unsealed_rows", pa.Table.from_batches(batches, SCHEMA))
-        return [str(sealed_path(self._segments.folder, segment)) for segment in sorted(known)]
+        kept = [segment for segment, removed in sorted(segments.items()) if not removed]
+        _allow_files(len(kept))
+        return [file for segment in kept if (file := self._segments.open_sealed(segment)) is not None]
 
     def _table(self, name: str) -> pa.Table:
         if name == "batches":
@@ -289,6 +298,14 @@ class Inspector:
         columns = [(row[1], types[row[2]]) for row in self._ledger.rows(f"PRAGMA table_info({name})")]
         rows = list(self._ledger.rows(f"SELECT * FROM {name} ORDER BY 1"))  # noqa: S608 - one of our own names
         return pa.table({column: pa.array([row[place] for row in rows], kind) for place, (column, kind) in enumerate(columns)})
+
+
+def _allow_files(num: int) -> None:
+    """Lets this process have that many more files open, where the machine lets it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = num + _OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if hard == resource.RLIM_INFINITY else min(hard, wanted), hard))
 
 
 def _listed(row: tuple[Any, ...], withheld: bool, learner: int, lineages: Lineages) -> Listed:

@@ -16,6 +16,7 @@ recorded but is no longer there (the machine lost power), so that the ledger can
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import itertools
@@ -93,6 +94,11 @@ class Log:
         self._offset += frame.size
         return location
 
+    def cut(self) -> None:
+        """Ends the open segment, if there is one: the next append begins another."""
+        if self._offset is not None:
+            self._end_segment()
+
     def flush(self) -> None:
         """Hands everything taken so far to the kernel: after this it survives the death of the process.
 
@@ -117,7 +123,8 @@ class Log:
         """Makes every flushed append survive power loss."""
         self.flush()
         for path in self._unsynced:
-            flush_file(path)
+            with contextlib.suppress(FileNotFoundError):  # closed and sealed since: its copy was flushed before it went
+                flush_file(path)
         os.fsync(self._lock)
         self._unsynced = [self.path(self._file_segment)] if self._file is not None else []
 

@@ -1,6 +1,7 @@
 """Reading a run's stream from its files: rows wherever they lie, and batches as they were recorded.
 
-Reads only, also beside a live buffer: a segment that is sealed while it is looked for is found in its sealed form.
+Reads only, also beside a live buffer: a segment that is sealed while it is looked for is found in its sealed form, and one that retention removes meanwhile is
+known to be removed, not damaged: the ledger says so before the file goes.
 """
 
 # pyarrow ships no types
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import BinaryIO, Self
 
 import pyarrow as pa
 
@@ -27,17 +28,45 @@ from .types import Batch, Trajectory
 class Segments:
     """The segments in ``folder``, as they were written or sealed. One sealed file is kept open at a time."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, ledger: Ledger) -> None:
         self.folder = folder
+        self._ledger = ledger
         self._sealed: dict[int, Sealed] = {}
 
-    def read(self, location: Location) -> pa.RecordBatch:
-        """The rows of one append, checked.
+    def is_removed(self, segment: int) -> bool:
+        """Whether retention removed a segment by now; to be asked outside a snapshot of the ledger."""
+        return next(self._ledger.rows("SELECT removed FROM segments WHERE segment = ?", (segment,)), (0,))[0] == 1
+
+    def read(self, location: Location) -> pa.RecordBatch | None:
+        """The rows of one append, checked; None where retention removed them, if only at this very moment.
 
         Raises:
             Corrupt: they are damaged or gone.
 
         """
+        try:
+            return self._read(location)
+        except Corrupt:
+            if self.is_removed(location.segment):
+                return None
+            raise
+
+    def open_sealed(self, segment: int) -> BinaryIO | None:
+        """A sealed segment's file, which stays readable whatever becomes of its name; None where retention removed it.
+
+        Raises:
+            Corrupt: it is gone.
+
+        """
+        path = sealed_path(self.folder, segment)
+        try:
+            return path.open("rb")
+        except FileNotFoundError:
+            if self.is_removed(segment):
+                return None
+            raise Corrupt(f"{path} is gone; run `rollstream audit` for the extent") from None
+
+    def _read(self, location: Location) -> pa.RecordBatch:
         path = segment_path(self.folder, location.segment)
         try:
             mapped = pa.memory_map(str(path))
@@ -75,7 +104,7 @@ class Recorded:
 
     def __init__(self, folder: Path, lineage: int | None = None) -> None:
         self._ledger = open_ledger(folder)
-        self._segments = Segments(folder / "stream")
+        self._segments = Segments(folder / "stream", self._ledger)
         self.lineages = self._ledger.lineages()
         self.lineage = self.lineages.current if lineage is None else lineage
         if self.lineage not in self.lineages:
@@ -103,14 +132,15 @@ class Recorded:
                     f"version {version} of lineage {self.lineage} has no recorded batch: there are {self._ledger.last_batch(self.lineage)}, counted from 1"
                 )
             rewards = {(row.group_id, row.member): row.reward for group_id in found.groups for row in self._ledger.members(group_id)}
-            appends, removed = self._appends(found), {sealed.segment for sealed, gone in self._ledger.segments() if gone}
+            appends = self._appends(found)
             shared = {other: self.lineages.common(other, found.lineage) for other in range(self.lineages.current + 1) if other != found.lineage}
         trajectories: list[Trajectory] = []
         described: dict[Member, Entry] = {}
         for location, keys in appends:
-            if location.segment in removed:
+            batch = self._segments.read(location)
+            if batch is None:
                 raise ConfigError(f"the rows of version {version}'s batch were removed by retention (buffer.keep_gb); ask for a newer version")
-            rows = committed(self._segments.read(location), keys)
+            rows = committed(batch, keys)
             trajectories.extend(decode(rows))
             described |= entries(rows, shared)
         described = {key: entry if entry.reward is not None else entry._replace(reward=rewards[key]) for key, entry in described.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import signal
 import socket
@@ -132,6 +133,54 @@ async def play_groups(client: ActorClient, num: int, **options: Any) -> list[Tra
     return told
 
 
+class Actor:
+    """Plays leases in a thread with its own loop."""
+
+    def __init__(self, run: Run, play: Callable[[Lease, int], Trajectory]) -> None:
+        self.acknowledged: list[TrajectoryKey] = []
+        self.sent = 0
+        self.may_send = threading.Event()
+        self.may_send.set()
+        self._run, self._played = run, play
+        self._pool = ThreadPoolExecutor(1)
+        self._done = self._pool.submit(lambda: asyncio.run(self._act()))
+
+    async def _act(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        async with ActorClient(self._run.endpoint, self._run.run_id, "actor-0", silent_s=60) as self.client, asyncio.TaskGroup() as tasks:
+            self.client.credit(4)
+            while (lease := await self.client.next_lease()) is not None:
+                tasks.create_task(self._play(self.client, lease))
+            await self.client.release()
+
+    async def _play(self, client: ActorClient, lease: Lease) -> None:
+        for member in lease.members:
+            self.sent += 1
+            trajectory = self._played(lease, member)
+            while not self.may_send.is_set():
+                await asyncio.sleep(0.02)
+            await client.append(trajectory)
+            self.acknowledged.append(trajectory.key)
+        client.finish(lease.group_id)
+        client.credit(4)
+
+    def stop(self) -> None:
+        if not self._done.done():
+            self._loop.call_soon_threadsafe(self.client.stop)
+        self._done.result(30)
+        self._pool.shutdown()
+
+
+@contextlib.contextmanager
+def acting(run: Run, play: Callable[[Lease, int], Trajectory]) -> Iterator[Actor]:
+    """An actor that sends what ``play`` makes."""
+    actor = Actor(run, play)
+    try:
+        yield actor
+    finally:
+        actor.stop()
+
+
 def pull(learner: LearnerClient, version: int, timeout_s: float = 30.0) -> Batch:
     stop = threading.Event()
     timer = threading.Timer(timeout_s, stop.set)
@@ -149,3 +198,9 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 15.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "waited too long"
         time.sleep(0.02)
+
+
+def checkpoint(run: Run, learner: LearnerClient, version: int) -> None:
+    """As the learner does: sync, then the folder takes its name."""
+    learner.sync()
+    (run.checkpoints_folder / f"v{version:06d}").mkdir(parents=True)

@@ -2,33 +2,37 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
+import importlib.util
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
 from rollstream.buffer.audit import audit
-from rollstream.buffer.client import ActorClient, LearnerClient
+from rollstream.buffer.client import LearnerClient
 from rollstream.buffer.inspect import Filter, Inspector
-from rollstream.buffer.types import Batch, Segment, Trajectory, TrajectoryKey
+from rollstream.buffer.types import Batch, Trajectory
 from rollstream.buffer.wire import Lease
 from rollstream.configs.run_folder import Run
-from rollstream.configs.schema import Config
-from rollstream.errors import Corrupt, Refused
+from rollstream.errors import ConfigError, Refused
 from rollstream.summary import audit_lines
 
-GROUP_SIZE = 3
+_spec = importlib.util.spec_from_file_location("streams", Path(__file__).with_name("streams.py"))
+assert _spec is not None
+assert _spec.loader is not None
+streams: Any = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(streams)
+checkpoint = streams.checkpoint
+
+GROUP_SIZE = streams.GROUP_SIZE
 NUM_TOKENS = 20_000  # a batch of two groups is about a megabyte, the smallest segment
 SERVE = """
 import json, os, pathlib, signal, sys, threading
@@ -56,13 +60,7 @@ server.serve(Run(pathlib.Path(sys.argv[1]), Config.model_validate(json.loads(sys
 
 
 def run_in(folder: Path, **buffer: Any) -> Run:
-    settings = {
-        "name": "stream",
-        "env": {"id": "Acme/Calculator-v0"},
-        "buffer": {"depth": 0, "max_lag": 3, "segment_mb": 1, **buffer},
-        "learner": {"versions": 99, "batch_groups": 2, "group_size": GROUP_SIZE},
-    }
-    return Run(folder, Config.model_validate(settings), f"run-{folder}")
+    return streams.run_in(folder, **{"depth": 0, "segment_mb": 1, "lease_timeout_s": 60.0, **buffer})
 
 
 class Server:
@@ -82,78 +80,16 @@ class Server:
 
 
 def play(lease: Lease, member: int) -> Trajectory:
-    rng = np.random.default_rng([lease.seed, member])
-    mask = (np.arange(NUM_TOKENS) >= 10).astype(np.uint8)
-    segment = Segment(
-        rng.integers(0, 250, NUM_TOKENS).astype(np.int32),
-        mask,
-        np.where(mask == 1, -rng.random(NUM_TOKENS), 0).astype(np.float32),
-        np.zeros(1, np.int32),
-        np.array([lease.admit_version], np.int32),
-        np.array([0, 10], np.int32),
-        ("user", "assistant"),
-        (None, None),
-    )
-    key = TrajectoryKey(lease.lineage, lease.group_id, member, lease.attempt)
-    return Trajectory(key, lease.env_id, lease.task_index, lease.seed, lease.purpose, (segment,), float(rng.random()), "terminated", "terminated")
+    return streams.play(lease, member, NUM_TOKENS)
 
 
-class Actor:
-    """Plays leases in a thread with its own loop."""
-
-    def __init__(self, run: Run) -> None:
-        self.acknowledged: list[TrajectoryKey] = []
-        self.sent = 0
-        self.may_send = threading.Event()
-        self.may_send.set()
-        self._run = run
-        self._pool = ThreadPoolExecutor(1)
-        self._done = self._pool.submit(lambda: asyncio.run(self._act()))
-
-    async def _act(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        async with ActorClient(self._run.endpoint, self._run.run_id, "actor-0", silent_s=60) as self.client, asyncio.TaskGroup() as tasks:
-            self.client.credit(4)
-            while (lease := await self.client.next_lease()) is not None:
-                tasks.create_task(self._play(self.client, lease))
-            await self.client.release()
-
-    async def _play(self, client: ActorClient, lease: Lease) -> None:
-        for member in lease.members:
-            self.sent += 1
-            trajectory = play(lease, member)
-            while not self.may_send.is_set():
-                await asyncio.sleep(0.02)
-            await client.append(trajectory)
-            self.acknowledged.append(trajectory.key)
-        client.finish(lease.group_id)
-        client.credit(4)
-
-    def stop(self) -> None:
-        self._loop.call_soon_threadsafe(self.client.stop)
-        self._done.result(30)
-        self._pool.shutdown()
-
-
-@contextlib.contextmanager
-def acting(run: Run) -> Iterator[Actor]:
-    actor = Actor(run)
-    try:
-        yield actor
-    finally:
-        actor.stop()
+def acting(run: Run) -> Any:
+    """An actor that plays long trajectories."""
+    return streams.acting(run, play)
 
 
 def pull(learner: LearnerClient, version: int) -> Batch:
-    stop = threading.Event()
-    timer = threading.Timer(100, stop.set)
-    timer.start()
-    try:
-        batch = learner.pull(version, lambda reason: None, stop)
-    finally:
-        timer.cancel()
-    assert batch is not None, f"no batch {version} within 100 s"
-    return batch
+    return streams.pull(learner, version, 100)
 
 
 def train(learner: LearnerClient, first: int, last: int) -> dict[int, Batch]:
@@ -168,21 +104,12 @@ def content(batch: Batch) -> Any:
     return [(item.key, item.reward, item.segments[0].token_ids.tolist(), item.segments[0].behaviour_logprobs.tolist()) for item in batch.trajectories]
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 40.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.02)
+def wait_until(condition: Callable[[], bool]) -> None:
+    streams.wait_until(condition, 40.0)
 
 
 def files(run: Run, suffix: str) -> list[int]:
     return sorted(int(path.stem) for path in run.stream_folder.glob(f"*{suffix}"))
-
-
-def checkpoint(run: Run, learner: LearnerClient, version: int) -> None:
-    """As the learner does: sync, then the folder takes its name."""
-    learner.sync()
-    (run.checkpoints_folder / f"v{version:06d}").mkdir(parents=True)
 
 
 def test_trained_segments_become_parquet_while_the_run_goes_on_and_their_batches_are_served_again_the_same(tmp_path: Path) -> None:
@@ -280,7 +207,7 @@ def test_retention_removes_the_oldest_rows_that_no_checkpoint_can_need_and_the_a
         listed = inspector.listed(Filter())
         left = sum(table.num_rows for table in inspector.tables(listed))
         assert (inspector.num_removed, left) == (report.num_removed, len(listed) - report.num_removed)
-        with pytest.raises(Corrupt, match=r"group 0 member 0: its rows were removed by retention"):
+        with pytest.raises(ConfigError, match=r"group 0 member 0: its rows were removed by retention"):
             inspector.trajectory(0, 0)
         assert inspector.query("SELECT count(*) FROM trajectories").column(0).to_pylist() == [left]
     assert f"{report.num_removed} trajectories removed by retention" in "\n".join(audit_lines(report))

@@ -189,3 +189,16 @@ def test_a_synced_log_can_be_synced_again_and_closed(tmp_path: Path) -> None:
     log.sync()
     log.sync()
     log.close()
+
+
+def test_a_segment_that_was_sealed_since_the_last_sync_is_not_missed_by_the_next(tmp_path: Path) -> None:
+    """All of its appends were synced while it was the newest; another began; then it was sealed, and went."""
+    log = opened(tmp_path, segment_bytes=1)
+    first = append(log, 0)
+    log.sync()
+    append(log, 1)
+    log.flush()
+    log.path(first.segment).unlink()
+    log.sync()
+    log.close()
+    assert [path.name for path in log.folder.iterdir()] == ["000002.arrows"]
