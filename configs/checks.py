@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ..errors import ConfigError, MissingExtra
-from .learner_schema import FsdpPolicy, SinglePolicy
+from .learner_schema import FsdpPolicy
 from .run_folder import Run
 from .schema import Config, Env, FolderModel, RayLauncher, TinyModel
 
@@ -180,7 +180,7 @@ def _learning(config: Config) -> Iterator[str]:
             "every advantage would be 0; use group_size >= 2, or advantage.mode gae, vtrace or whiten"
         )
     policy = config.learner.policy
-    if isinstance(policy, SinglePolicy) and policy.lora is not None and policy.lora.dropout and policy.activation_checkpointing:
+    if policy.lora is not None and policy.lora.dropout and policy.activation_checkpointing:
         yield (
             f"learner.policy.lora.dropout {policy.lora.dropout} with learner.policy.activation_checkpointing: layers computed again would drop other inputs; "
             "set dropout 0, or activation_checkpointing false"

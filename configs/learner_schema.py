@@ -160,18 +160,6 @@ class Optimizer(Section):
     """Global gradient norm above which gradients are scaled down."""
 
 
-class PolicySettings(Section):
-    """How the policy computes. ``activation_checkpointing`` keeps each layer's input only and computes the rest again: less memory, a third more time.
-
-    ``compute_dtype: bfloat16`` runs the body's matrix products in bfloat16; weights, optimiser and log-probabilities stay float32.
-    """
-
-    activation_checkpointing: bool = False
-    """Keep only each layer's input for the backward pass."""
-    compute_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the matrix products of the model's body."""
-
-
 class Lora(Section):
     """Low-rank adapters (LoRA): only they learn, optimiser state and checkpoints are small, and samplers get the merged weights."""
 
@@ -185,12 +173,24 @@ class Lora(Section):
     """Share of an adapter's input dropped where gradients are computed; scores of the whole batch are without."""
 
 
+class PolicySettings(Section):
+    """How the policy computes. ``activation_checkpointing`` keeps each layer's input only and computes the rest again: less memory, a third more time.
+
+    ``compute_dtype: bfloat16`` runs the body's matrix products in bfloat16; weights, optimiser and log-probabilities stay float32.
+    """
+
+    activation_checkpointing: bool = False
+    """Keep only each layer's input for the backward pass."""
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the matrix products of the model's body."""
+    lora: Lora | None = None
+    """Train low-rank adapters instead of the weights; null trains the weights."""
+
+
 class SinglePolicy(PolicySettings):
     """The whole policy in the learner's one process."""
 
     kind: Literal["single"] = "single"
-    lora: Lora | None = None
-    """Train low-rank adapters instead of the weights; null trains the weights."""
 
 
 class FsdpPolicy(PolicySettings):

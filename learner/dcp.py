@@ -6,6 +6,7 @@ its parameter in the optimiser, which follows from the model alone, so a process
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,9 @@ def load_shards(optimizer: torch.optim.Optimizer, folder: Path, steps: list[floa
         size = getattr(found.get(name), "size", None)
         if size != tensor.shape:
             raise ValueError(f"{name} has shape {None if size is None else tuple(size)} there and {tuple(tensor.shape)} in the model")
-    load(state, storage_reader=reader, no_dist=not dist.is_initialized())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process reads what several wrote
+        load(state, storage_reader=reader, no_dist=not dist.is_initialized())
 
 
 def share_out(optimizer: torch.optim.Optimizer, whole: dict[int, dict[str, torch.Tensor]]) -> None:
@@ -60,9 +63,10 @@ def share_out(optimizer: torch.optim.Optimizer, whole: dict[int, dict[str, torch
 
 
 def share_of(parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """``whole`` as ``parameter`` holds it: this rank's share of it, or all of it."""
-    whole = whole.to(parameter.device)
-    return distribute_tensor(whole, parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else whole
+    """``whole``, which every rank has, as ``parameter`` holds it: this rank's share of it, or all of it."""
+    if isinstance(parameter, DTensor):
+        return distribute_tensor(whole.to(parameter.device_mesh.device_type), parameter.device_mesh, parameter.placements, src_data_rank=None)
+    return whole.to(parameter.device)
 
 
 def steps_of(optimizer: torch.optim.Optimizer) -> list[float]:

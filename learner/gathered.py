@@ -9,7 +9,8 @@ import logging
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -17,8 +18,12 @@ import torch.distributed as dist
 from ..buffer.channels import Publishing
 from ..buffer.manifest import Manifest, WeightTensor
 from ..buffer.wire import SkippedVersion
-from .publisher import bytes_of
+from .lora import ADAPTER, adapted, base_state, merged
+from .publisher import bytes_of, published_tensors
 from .ranks import Ranks
+
+if TYPE_CHECKING:
+    from ..models import PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
@@ -69,14 +74,40 @@ def _whole(bucket: dict[str, Any], ranks: Ranks) -> Iterator[tuple[str, torch.Te
         begin = end
 
 
+class _Outgoing:
+    """What is published of a policy, as this rank holds it: ``tensors``, those of adapted layers followed by their adapters, which rank 0 merges."""
+
+    def __init__(self, model: PreTrainedModel, saved: Path, ranks: Ranks) -> None:
+        self.tensors = published_tensors(model, saved, base_state(model))
+        self._layers = {f"{name}.weight": layer for name, layer in adapted(model).items()}
+        self._ranks = ranks
+        self._held: dict[str, torch.Tensor] = {}
+        for name, tensor in self.tensors.items():
+            self._held[name] = tensor
+            if name in self._layers:
+                self._held |= {f"{name} {kind}": getattr(self._layers[name], kind)[ADAPTER].weight.detach() for kind in ("lora_A", "lora_B")}
+
+    def __iter__(self) -> Iterator[torch.Tensor | None]:
+        """Each of :attr:`tensors` whole, as :func:`gathered` gives it."""
+        stream = (whole for _, whole in gathered(self._held, self._ranks))
+        for name in self.tensors:
+            whole = next(stream)
+            if name in self._layers:
+                a, b = next(stream), next(stream)
+                if whole is not None and a is not None and b is not None:
+                    whole = merged(self._layers[name], whole, a, b)
+            yield whole
+
+
 class GatheringPublisher:
     """Publishes what several ranks hold together, on the main thread, since gathering needs all of them; a :class:`.publisher.Publisher` to its users.
 
-    ``writer`` is rank 0's end of the weights channel, None on the others. ``tensors`` are what is published, by name, as this rank holds them.
+    ``writer`` is rank 0's end of the weights channel, None on the others. ``saved`` is a folder ``model.save_pretrained`` wrote.
     """
 
-    def __init__(self, writer: Publishing | None, tensors: Mapping[str, torch.Tensor], ranks: Ranks) -> None:
-        self._writer, self._tensors, self._ranks = writer, tensors, ranks
+    def __init__(self, writer: Publishing | None, model: PreTrainedModel, saved: Path, ranks: Ranks) -> None:
+        self._writer, self._ranks = writer, ranks
+        self._outgoing = _Outgoing(model, saved, ranks)
         self._written: list[Manifest] = []
         self._due: list[Manifest | SkippedVersion] = []
         self.newest: tuple[int, int] | None = None
@@ -96,7 +127,7 @@ class GatheringPublisher:
         with self._ranks.together():
             if self._writer is None:
                 if self._ranks.exchange(b"")[0]:
-                    for _ in gathered(self._tensors, self._ranks):
+                    for _ in self._outgoing:
                         pass
             else:
                 self._write(self._writer, lineage, version, due=due, last=last)
@@ -104,19 +135,19 @@ class GatheringPublisher:
 
     def _write(self, writer: Publishing, lineage: int, version: int, *, due: bool, last: bool) -> None:
         """Rank 0's part: the others gather once the channel asks for the first tensor, and not where it has no slot."""
-        stream: Iterator[tuple[str, torch.Tensor | None]] | None = None
+        stream: Iterator[torch.Tensor | None] | None = None
 
         def content() -> memoryview:
             nonlocal stream
             if stream is None:
                 self._ranks.exchange(b"go")
-                stream = gathered(self._tensors, self._ranks)
-            _, tensor = next(stream)
+                stream = iter(self._outgoing)
+            tensor = next(stream)
             assert tensor is not None
             return bytes_of(tensor)
 
         try:
-            manifest = writer.write(lineage, version, _described(self._tensors, content))
+            manifest = writer.write(lineage, version, _described(self._outgoing.tensors, content))
         finally:
             if stream is None:
                 self._ranks.exchange(b"")

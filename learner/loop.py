@@ -27,10 +27,10 @@ from .flops import peak_flops
 from .gathered import GatheringPublisher
 from .intake import Taken, take
 from .metrics import Counters, costs_of, data_figures, row_of
-from .publisher import Publisher, published_tensors
+from .publisher import Publisher
 from .ranks import Ranks, join, naming_the_lost, refuse_a_lonely_rank
 from .saving import write_checkpoint
-from .start import Held, device_of, lora_of, reference_of, start, step_settings
+from .start import Held, device_of, reference_of, start, step_settings
 from .step import Stepper
 from .tracker import Tracker
 from .updates import Trained, train_batch
@@ -182,7 +182,7 @@ def _publisher(run: Run, held: Held) -> Publisher | GatheringPublisher:
     policy.settle()
     with policy.ranks.together():
         writer = publish_to(run, run.config.actors.num) if policy.ranks.leads else None
-    return GatheringPublisher(writer, published_tensors(policy.model, model_folder_of(held.saved)), policy.ranks)
+    return GatheringPublisher(writer, policy.model, model_folder_of(held.saved), policy.ranks)
 
 
 def _advance(held: Held, batch: Batch, stepped: bool, max_skipped: int) -> None:
@@ -210,7 +210,7 @@ def _save(run: Run, held: Held, source: BatchSource) -> Path:
         optimizer=held.optimizer,
         settings=step_settings(run),
         progress={"skipped_in_a_row": held.skipped_in_a_row, "skipped": held.skipped},
-        keep=Keep(settings.checkpoint.keep_last, settings.loss.kl is not None or lora_of(settings) is not None, settings.checkpoint.keep_every),
+        keep=Keep(settings.checkpoint.keep_last, settings.loss.kl is not None or settings.policy.lora is not None, settings.checkpoint.keep_every),
         sync=source.sync,
     )
 

@@ -2,14 +2,15 @@
 
 The adapters are put into the model itself, so scoring, packing and checkpointed activations are as without them. What leaves the learner is merged: samplers
 and exported folders hold W + alpha / rank · B A under W's own name. The base, version 0, is saved once; later checkpoints hold adapters alone, in peft's own
-format. With the adapters out of the way the same model is the frozen reference of a KL term.
+format. With the adapters out of the way the same model is the frozen reference of a KL term. Ranks that share the policy share base and adapters alike.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Generator
+import math
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +20,12 @@ from safetensors.torch import load_file, save_file
 from ..configs.learner_schema import Lora
 from ..errors import CheckpointError, ConfigError, MissingExtra
 from .collate import MicroBatch
+from .dcp import share_of
 from .policy import Policy, Scores
 from .value import ValueHead
 
 if TYPE_CHECKING:
-    from ..models import PreTrainedModel, PreTrainedTokenizerFast
+    from ..models import PreTrainedModel
     from .checkpoint import Checkpoint
 
 ADAPTER = "default"
@@ -31,8 +33,8 @@ WEIGHTS = "adapter_model.safetensors"
 _PEFT_PREFIX = "base_model.model."
 
 
-def add_adapters(model: PreTrainedModel, lora: Lora, seed: int) -> None:
-    """Puts fresh adapters into ``model`` and freezes everything else. B is zero: the model computes what it did. A follows from ``seed``.
+def add_adapters(model: PreTrainedModel, lora: Lora) -> None:
+    """Puts adapters into ``model``, to be filled by :func:`fill_adapters`, and freezes everything else.
 
     Raises :class:`ConfigError` where a target matches nothing, or only what cannot be adapted; :class:`MissingExtra` without peft.
     """
@@ -43,7 +45,6 @@ def add_adapters(model: PreTrainedModel, lora: Lora, seed: int) -> None:
     targets = _targets(model, lora.target_modules)
     config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, bias="none")  # pyright: ignore[reportArgumentType] - a float will do
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
         _inject(inject_adapter_in_model, config, model)
     if (odd := set(targets) ^ set(adapted(model))) or (odd := {name for name, layer in adapted(model).items() if layer.r[ADAPTER] != lora.rank}):
         raise ConfigError(f"learner.policy.lora: peft does not adapt {sorted(odd)[0]} of {type(model).__name__} as asked; choose other target_modules")
@@ -51,8 +52,49 @@ def add_adapters(model: PreTrainedModel, lora: Lora, seed: int) -> None:
         if lora.dropout:
             layer.lora_dropout[ADAPTER] = _GradientDropout(lora.dropout)
     model.eval()
+    _let_learn(model, adapters=True)
+
+
+def _let_learn(model: PreTrainedModel, *, adapters: bool) -> None:
+    """Lets the adapters learn and nothing else, or everything but them."""
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(".lora_" in name)
+        parameter.requires_grad_((".lora_" in name) == adapters)
+
+
+@torch.no_grad()
+def fill_adapters(model: PreTrainedModel, seed: int, saved: Path | None) -> None:
+    """Gives the adapters of ``model`` their values, each process its share: those of the folder ``saved``, or fresh ones.
+
+    Fresh: B is zero, so the model computes what it did, and A follows from ``seed``, drawn as the weights of a linear layer are.
+    """
+    values = _saved_tensors(model, saved) if saved is not None else _fresh_tensors(model, seed)
+    for name, layer in adapted(model).items():
+        for kind in ("lora_A", "lora_B"):
+            matrix = getattr(layer, kind)[ADAPTER]
+            share = share_of(matrix.weight, values[_file_name(name, kind)])
+            if matrix.weight.is_meta:
+                matrix.weight = torch.nn.Parameter(share, requires_grad=matrix.weight.requires_grad)
+            else:
+                matrix.weight.copy_(share)
+
+
+def _fresh_tensors(model: PreTrainedModel, seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    found: dict[str, torch.Tensor] = {}
+    for name, layer in adapted(model).items():
+        a, b = (getattr(layer, kind)[ADAPTER].weight for kind in ("lora_A", "lora_B"))
+        drawn = torch.empty(a.shape)
+        torch.nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=generator)
+        found |= {_file_name(name, "lora_A"): drawn.to(a.dtype), _file_name(name, "lora_B"): torch.zeros(b.shape, dtype=b.dtype)}
+    return found
+
+
+def _saved_tensors(model: PreTrainedModel, folder: Path) -> dict[str, torch.Tensor]:
+    own, saved = adapter_tensors(model), load_file(folder / WEIGHTS)
+    if {name: tensor.shape for name, tensor in own.items()} != {name: tensor.shape for name, tensor in saved.items()}:
+        differing = sorted(own.keys() ^ saved.keys()) or [name for name in own if own[name].shape != saved[name].shape]
+        raise CheckpointError(f"{folder} holds other adapters than learner.policy.lora asks for: {differing[0]} differs")
+    return saved
 
 
 def _inject(inject: Callable[..., Any], config: Any, model: PreTrainedModel) -> None:
@@ -102,6 +144,18 @@ def _targets(model: PreTrainedModel, wanted: tuple[str, ...]) -> list[str]:
 
 
 @contextlib.contextmanager
+def base_alone(model: PreTrainedModel) -> Generator[None]:
+    """Inside, the base learns and the adapters are out of the way: the warm-up, which makes the policy that adapters start from."""
+    if not adapted(model):
+        yield
+        return
+    _let_learn(model, adapters=False)
+    with without_adapters(model):
+        yield
+    _let_learn(model, adapters=True)
+
+
+@contextlib.contextmanager
 def without_adapters(model: PreTrainedModel) -> Generator[None]:
     """Inside, ``model`` is the base alone, its layers under their own names."""
     layers = adapted(model)
@@ -124,15 +178,24 @@ def merge(model: PreTrainedModel) -> None:
 
 
 def _merged(layer: Any) -> torch.Tensor:
-    """W + alpha / rank · B A."""
-    return layer.base_layer.weight.detach() + layer.get_delta_weight(ADAPTER).detach()
+    return merged(layer, layer.base_layer.weight.detach(), *(getattr(layer, kind)[ADAPTER].weight.detach() for kind in ("lora_A", "lora_B")))
+
+
+def merged(layer: Any, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """W + alpha / rank · B A, of the tensors that ``layer`` has in the end, all of them whole."""
+    delta = b @ a
+    return weight + (delta.T if layer.fan_in_fan_out else delta) * layer.scaling[ADAPTER]
+
+
+def base_state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The model's own tensors by the names of a plain one, without its adapters."""
+    with without_adapters(model):
+        return model.state_dict()
 
 
 def plain_state(model: PreTrainedModel) -> tuple[dict[str, torch.Tensor], Callable[[], None]]:
     """The tensors of the merged model by the names of a plain one, and what brings them up to date with the adapters; base tensors are the model's own."""
-    layers = adapted(model)
-    with without_adapters(model):
-        state: dict[str, torch.Tensor] = model.state_dict()
+    layers, state = adapted(model), base_state(model)
     if not layers:
         return state, lambda: None
     for name, layer in layers.items():
@@ -166,44 +229,16 @@ class AdaptersOff:
         return Scores(*self.logprobs(batch, temperature))
 
 
-def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path, *, base: bool) -> None:
-    """Writes ``model`` under ``folder``: as ``model/``, a complete Hugging Face folder; one with adapters as ``adapter/``, and with ``base`` its base too."""
-    layers = adapted(model)
-    if base or not layers:
-        with without_adapters(model):
-            model.save_pretrained(folder / "model")
-        tokenizer.save_pretrained(folder / "model")
-    if layers:
-        save_adapters(model, folder / "adapter")
-
-
-def save_adapters(model: PreTrainedModel, folder: Path) -> None:
-    """Writes the adapters as a folder that peft loads."""
+def save_adapters(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
+    """Writes ``tensors``, those of :func:`adapter_tensors` whole, as a folder that peft loads."""
     folder.mkdir()
     config: Any = model.peft_config[ADAPTER]  # pyright: ignore[reportAttributeAccessIssue] - peft's injection leaves it there
     config.save_pretrained(folder)
-    save_file(_adapter_tensors(model), folder / WEIGHTS, metadata={"format": "pt"})
+    save_file(dict(tensors), folder / WEIGHTS, metadata={"format": "pt"})
 
 
-def load_adapters(model: PreTrainedModel, folder: Path) -> None:
-    """Fills the adapters of ``model`` from a folder of :func:`save_adapters`.
-
-    Raises :class:`CheckpointError` where they are those of another model or of other settings.
-    """
-    own, saved = _adapter_tensors(model), load_file(folder / WEIGHTS)
-    if {name: tensor.shape for name, tensor in own.items()} != {name: tensor.shape for name, tensor in saved.items()}:
-        differing = sorted(own.keys() ^ saved.keys()) or [name for name in own if own[name].shape != saved[name].shape]
-        raise CheckpointError(f"{folder} holds other adapters than learner.policy.lora asks for: {differing[0]} differs")
-    with torch.no_grad():
-        for name, tensor in own.items():
-            tensor.copy_(saved[name])
-
-
-def adapt(model: PreTrainedModel, lora: Lora | None, seed: int, saved: Checkpoint | None) -> None:
-    """Gives ``model`` the adapters its settings ask for, fresh ones or those of ``saved``; nothing where they ask for none.
-
-    Raises :class:`ConfigError` where ``saved`` was trained the other way, and as :func:`add_adapters` and :func:`load_adapters`.
-    """
+def check_saved(lora: Lora | None, saved: Checkpoint | None) -> None:
+    """Raises :class:`ConfigError` where ``saved`` was trained with adapters and ``lora`` asks for none, or the other way."""
     held = None if saved is None else saved.adapter_folder
     if saved is not None and (held is None) != (lora is None):
         trained, now = ("without", "set") if held is None else ("with", "null")
@@ -211,10 +246,6 @@ def adapt(model: PreTrainedModel, lora: Lora | None, seed: int, saved: Checkpoin
             f"checkpoint {saved.folder.name} was trained {trained} adapters and learner.policy.lora is {now}: go on as it was, or export it "
             "(rollstream models export) and start a new run from that folder"
         )
-    if lora is not None:
-        add_adapters(model, lora, seed)
-        if held is not None:
-            load_adapters(model, held)
 
 
 def adapt_as_saved(model: PreTrainedModel, folder: Path) -> None:
@@ -224,13 +255,13 @@ def adapt_as_saved(model: PreTrainedModel, folder: Path) -> None:
     except ImportError:
         raise MissingExtra(f"{folder} holds adapters, which need peft, not installed here: pip install 'rollstream[lora]'") from None
     _inject(inject_adapter_in_model, LoraConfig.from_pretrained(str(folder)), model)
-    load_adapters(model, folder)
+    fill_adapters(model, 0, folder)
 
 
-def _adapter_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+def adapter_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """A and B of every layer, by the names peft's files have; the model's own tensors."""
-    found: dict[str, torch.Tensor] = {}
-    for name, layer in adapted(model).items():
-        for kind in ("lora_A", "lora_B"):
-            found[f"{_PEFT_PREFIX}{name}.{kind}.weight"] = getattr(layer, kind)[ADAPTER].weight.detach()
-    return found
+    return {_file_name(name, kind): getattr(layer, kind)[ADAPTER].weight.detach() for name, layer in adapted(model).items() for kind in ("lora_A", "lora_B")}
+
+
+def _file_name(layer: str, kind: str) -> str:
+    return f"{_PEFT_PREFIX}{layer}.{kind}.weight"

@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 _TOLERANCE = 1e-3
 """Of the start-up probe, relative to the largest value: far above float32 noise, far below what another token's influence leaves."""
+_REDUCED_TOLERANCE = 0.05
+"""The same where layers compute in bfloat16."""
 
 
 class Scores(NamedTuple):
@@ -51,34 +53,44 @@ class Policy:
     checkpointed.
     """
 
+    sharded = False
+
     def __init__(
         self,
         model: PreTrainedModel,
         settings: PolicySettings = PolicySettings(),  # noqa: B008 - frozen
         value_head: ValueHead | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.model: Any = model
         self.value_head = value_head
-        self.ranks = Ranks()
+        self.ranks = ranks or Ranks()
         """Those that hold it together."""
-        self.sharded = False
         model.eval()  # no dropout: the ratio on fresh data has to be 1
         model.config.use_cache = False
         install(model)
-        self.device = next(model.parameters()).device
+        reduced = settings.compute_dtype == "bfloat16"
+        if reduced and (head := self.model.get_output_embeddings()) is not None:
+            keep_float32(head)
+        if settings.activation_checkpointing:
+            checkpoint_activations(model)
+        self.scorer = Scorer(model, value_head, settings.compute_dtype).eval()
+        self.device = self._settle_in()
         warn_of_slow_bfloat16(self.device, settings.compute_dtype)
-        self.full_logits = not _probe(model, self.device)
+        with torch.no_grad():
+            self.full_logits = not self.scorer.probe(self.device, reduced=reduced and self.sharded)
+        self.settle()
+        self.scorer.full_logits = self.full_logits
         if self.full_logits:
             logger.warning(
                 "full_logits=true model=%s reason=%s",
                 type(model).__name__,
                 "its logits are not hidden states times output matrix; memory grows with the vocabulary",
             )
-            if settings.compute_dtype == "bfloat16" and (head := self.model.get_output_embeddings()) is not None:
-                keep_float32(head)
-        if settings.activation_checkpointing:
-            checkpoint_activations(model)
-        self.scorer = Scorer(model, value_head, settings.compute_dtype, full_logits=self.full_logits).eval()
+
+    def _settle_in(self) -> torch.device:
+        """Brings the scorer to where it computes, and says where that is."""
+        return next(self.model.parameters()).device
 
     def score(self, batch: MicroBatch, temperature: float, *, values_alone: bool = False) -> Scores:
         """Everything there is to say about ``batch`` at ``temperature``, with gradients; with ``values_alone`` nothing but the value head has any."""
@@ -99,12 +111,13 @@ class Policy:
 class Scorer(torch.nn.Module):
     """Model, output matrix and value head as one module: whoever shards it gathers all of them for the same forward pass."""
 
-    def __init__(self, model: PreTrainedModel, value_head: ValueHead | None, dtype: ComputeDtype, *, full_logits: bool) -> None:
+    def __init__(self, model: PreTrainedModel, value_head: ValueHead | None, dtype: ComputeDtype) -> None:
         super().__init__()
         self.model: Any = model
         self.value_head = value_head
+        self.full_logits = False
+        """Whether log-probabilities come from the model's own logits."""
         self._dtype: ComputeDtype = dtype
-        self._full_logits = full_logits
 
     def forward(self, batch: MicroBatch, temperature: float, *, values_alone: bool = False) -> Scores:
         """As :meth:`Policy.score`."""
@@ -118,21 +131,12 @@ class Scorer(torch.nn.Module):
         """``x [N]``, ``entropy [N]`` and the body's hidden states ``[Q, H]``."""
         inputs = _inputs(batch)
         device = batch.source.device
-        if self._full_logits:
-            seen: list[torch.Tensor] = []
-
-            def see(_module: Any, _arguments: Any, output: Any) -> None:
-                seen.append(output.last_hidden_state[0])
-
-            hook = self.model.base_model.register_forward_hook(see)
-            try:
-                with autocast(device, self._dtype):
-                    logits = self.model(**inputs).logits[0]
-            finally:
-                hook.remove()
+        if self.full_logits:
+            with autocast(device, self._dtype):
+                hidden, logits = self._both(inputs)
             logits = logits.index_select(0, batch.source).float() / temperature
             every = torch.log_softmax(logits, dim=-1)
-            return every.gather(1, batch.targets[:, None])[:, 0], -(every.exp() * every).sum(-1), seen[0]
+            return every.gather(1, batch.targets[:, None])[:, 0], -(every.exp() * every).sum(-1), hidden
         with autocast(device, self._dtype):
             hidden = self.model.base_model(**inputs).last_hidden_state[0]
         head = self.model.get_output_embeddings()
@@ -141,18 +145,57 @@ class Scorer(torch.nn.Module):
         assert entropy is not None
         return x, entropy, hidden
 
+    def _both(self, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The body's hidden states ``[Q, H]`` and the model's own logits ``[Q, V]``, of one forward."""
+        seen: list[torch.Tensor] = []
 
-def policy_of(model: PreTrainedModel, learner: Learner) -> Policy:
-    """The policy that learns under ``learner``, with the value head it asks for.
+        def see(_module: Any, _arguments: Any, output: Any) -> None:
+            seen.append(output.last_hidden_state[0])
 
-    Raises :class:`ConfigError` as :class:`Policy` does.
-    """
-    return Policy(model, learner.policy, head_of(model, learner))
+        hook = self.model.base_model.register_forward_hook(see)
+        try:
+            logits = self.model(**inputs).logits[0]
+        finally:
+            hook.remove()
+        return seen[0], logits
+
+    def probe(self, device: torch.device, *, reduced: bool) -> bool:
+        """Whether logits are hidden states times output matrix. ``reduced``: the weights of the layers are at hand in bfloat16 alone.
+
+        Raises :class:`ConfigError` where a segment changes with what is packed before it.
+        """
+        vocabulary = int(self.model.get_input_embeddings().weight.shape[0])
+        first, second = 7, 5
+        ids = torch.arange(first + second, device=device) * 7919 % vocabulary
+        other = torch.cat([(ids[:first] + 1) % vocabulary, ids[first:]])
+
+        def inputs(ids: torch.Tensor, lengths: list[int]) -> dict[str, Any]:
+            positions = torch.cat([torch.arange(length, device=device) for length in lengths])[None]
+            return {"input_ids": ids[None], "position_ids": positions, "packed_layout": layout_of(np.array(lengths, np.int64), device), "use_cache": False}
+
+        name = type(self.model).__name__
+        try:
+            with autocast(device, "bfloat16" if reduced else "float32"):
+                hidden, logits = self._both(inputs(ids, [first, second]))
+                others = [self.model.base_model(**inputs(other, [first, second])).last_hidden_state[0, first:]]
+                if not reduced:  # rows of another shape round in another way
+                    others.append(self.model.base_model(**inputs(ids[first:], [second])).last_hidden_state[0])
+        except TypeError as error:
+            raise ConfigError(f"{name} cannot be packed ({error}): use a decoder whose attention takes keyword arguments") from error
+        apart, bound = max(_relative(hidden[first:].float(), one.float()) for one in others), _REDUCED_TOLERANCE if reduced else _TOLERANCE
+        if not apart < bound:
+            raise ConfigError(f"{name} mixes packed segments (hidden states off by {apart:.2g}, bound {bound:g}): it cannot be trained packed")
+        head = self.model.get_output_embeddings()
+        if head is None or head.weight.shape[1] != hidden.shape[1]:
+            return False
+        direct = torch.nn.functional.linear(hidden.float(), head.weight.float(), getattr(head, "bias", None))
+        return _relative(direct, logits.float()) < _TOLERANCE
 
 
-def head_of(model: PreTrainedModel, learner: Learner) -> ValueHead | None:
-    """The value head that ``learner`` asks for, beside ``model``."""
-    return None if learner.value is None else ValueHead(model.config.get_text_config().hidden_size, next(model.parameters()).device)
+def head_of(model: PreTrainedModel, learner: Learner, device: torch.device | str | None = None) -> ValueHead | None:
+    """The value head that ``learner`` asks for, beside ``model``, or on ``device``."""
+    place = next(model.parameters()).device if device is None else device
+    return None if learner.value is None else ValueHead(model.config.get_text_config().hidden_size, place)
 
 
 def _inputs(batch: MicroBatch) -> dict[str, Any]:
@@ -167,37 +210,6 @@ def _inputs(batch: MicroBatch) -> dict[str, Any]:
         "max_length_k": batch.max_length,
         "use_cache": False,
     }
-
-
-@torch.no_grad()
-def _probe(model: Any, device: torch.device) -> bool:
-    """Whether logits are hidden states times output matrix.
-
-    Raises :class:`ConfigError` where a segment changes with what is packed before it.
-    """
-    vocabulary = int(model.get_input_embeddings().weight.shape[0])
-    first, second = 7, 5
-    ids = (torch.arange(first + second, device=device) * 7919 % vocabulary)[None]
-
-    def run(part: Any, lengths: list[int]) -> Any:
-        positions = torch.cat([torch.arange(length, device=device) for length in lengths])[None]
-        layout = layout_of(np.array(lengths, np.int64), device)
-        return part(input_ids=ids[:, -positions.shape[1] :], position_ids=positions, packed_layout=layout, use_cache=False)
-
-    try:
-        together = run(model.base_model, [first, second]).last_hidden_state[0, first:]
-        alone = run(model.base_model, [second]).last_hidden_state[0]
-        logits = run(model, [second]).logits[0].float()
-    except TypeError as error:
-        raise ConfigError(f"{type(model).__name__} cannot be packed ({error}): use a decoder whose attention takes keyword arguments") from error
-    apart = _relative(together, alone)
-    if not apart < _TOLERANCE:
-        raise ConfigError(f"{type(model).__name__} mixes packed segments (hidden states off by {apart:.2g}, bound {_TOLERANCE:g}): it cannot be trained packed")
-    head = model.get_output_embeddings()
-    if head is None or head.weight.shape[1] != alone.shape[1]:
-        return False
-    direct = torch.nn.functional.linear(alone.float(), head.weight.float(), getattr(head, "bias", None))
-    return _relative(direct, logits) < _TOLERANCE
 
 
 def _relative(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from .. import models
 from ..buffer.recorded import Recorded
 from ..buffer.types import Batch
 from ..configs.learner_schema import Alarms
@@ -26,13 +25,14 @@ from ..configs.run_folder import Run
 from ..configs.schema import Config
 from ..errors import CheckpointError, ConfigError
 from .checkpoint import FIRST, Checkpoint, newest_of
-from .lora import AdaptersOff, adapt
+from .lora import AdaptersOff
 from .metrics import data_figures, row_of
 from .optimizer import optimizer_of
-from .policy import Policy, policy_of
+from .policy import Policy
 from .publisher import digest_of
+from .ranks import Ranks
 from .saving import restore_training
-from .start import lora_of, reference_of, step_settings
+from .start import load, reference_of, step_settings
 from .step import Stepper
 from .tracker import as_written
 from .updates import train_batch
@@ -157,9 +157,7 @@ def _stepper_at(run: Run, saved: Checkpoint) -> Stepper:
     """Policy and optimiser as they were when ``saved`` was written."""
     config = run.config.learner
     try:
-        model = models.load_policy(saved.model_folder, device=config.device)
-        policy = policy_of(model, config)
-        adapt(model, lora_of(config), run.config.seed, saved)
+        policy = load(saved.model_folder, run, Ranks(), saved=saved)
         optimizer = optimizer_of(policy, config)
         restore_training(saved, policy, optimizer)
     except OSError as error:
@@ -170,7 +168,7 @@ def _stepper_at(run: Run, saved: Checkpoint) -> Stepper:
 
 
 def _reference(run: Run, policy: Policy) -> Policy | AdaptersOff | None:
-    needs_first = run.config.learner.loss.kl is not None and lora_of(run.config.learner) is None
+    needs_first = run.config.learner.loss.kl is not None and run.config.learner.policy.lora is None
     if needs_first and not (run.checkpoints_folder / FIRST).is_dir():
         raise ConfigError(f"learner.loss.kl needs version 0 as its reference, and {FIRST} is not among the checkpoints that were kept: leave kl out")
     return reference_of(run, policy)

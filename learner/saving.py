@@ -6,15 +6,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 
+from .. import models
 from ..errors import CheckpointError
 from .checkpoint import FIRST, Checkpoint, Keep, begin_checkpoint, finish_checkpoint, name_of, refused_by_disk, temporary_of
 from .dcp import FOLDER, load_shards, save_shards, share_of, share_out, steps_of
 from .gathered import gathered
-from .lora import save_model
+from .lora import adapter_tensors, save_adapters, without_adapters
 from .policy import Policy
-from .publisher import identities
+from .ranks import Ranks
 
 if TYPE_CHECKING:
     from ..models import PreTrainedTokenizerFast
@@ -51,23 +53,39 @@ def write_checkpoint(
 
 def _save_training(folder: Path, policy: Policy, tokenizer: PreTrainedTokenizerFast, optimizer: torch.optim.Optimizer) -> None:
     """Writes everything into ``folder``, which rank 0 made; every rank calls it. Raises on every rank where any cannot write."""
-    if not policy.sharded:
-        save_model(policy.model, tokenizer, folder, base=not (folder.parent / FIRST).is_dir())
-        head = {} if policy.value_head is None else {"value_head": policy.value_head.state_dict()}
-        torch.save({"optimizer": optimizer.state_dict(), "random": _random_state(), **head}, folder / "training.pt")
-        return
     policy.settle()
-    whole = _whole_state(policy)
+    _save_model(folder, policy, tokenizer)
     head = {} if policy.value_head is None else {"value_head": dict(gathered(policy.value_head.state_dict(), policy.ranks))}
+    rest = {"random": _random_states(policy.ranks), **head}
     with policy.ranks.together():
         if policy.ranks.leads:
-            policy.model.save_pretrained(folder / "model", state_dict=whole)
-            tokenizer.save_pretrained(folder / "model")
-            (folder / FOLDER).mkdir()
-            torch.save({"steps": steps_of(optimizer), "random": _random_state(), **head}, folder / "training.pt")
-    del whole
-    with policy.ranks.together():
-        save_shards(optimizer, folder / FOLDER)
+            held = {"steps": steps_of(optimizer)} if policy.sharded else {"optimizer": optimizer.state_dict()}
+            torch.save({**held, **rest}, folder / "training.pt")
+            if policy.sharded:
+                (folder / FOLDER).mkdir()
+    if policy.sharded:
+        with policy.ranks.together():
+            save_shards(optimizer, folder / FOLDER)
+
+
+def _save_model(folder: Path, policy: Policy, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Writes the model as ``model/``, a complete Hugging Face folder; one with adapters as ``adapter/``, and its base too where no checkpoint has it yet."""
+    model, ranks = policy.model, policy.ranks
+    adapters = dict(gathered(adapter_tensors(model), ranks))
+    if not adapters or not (folder.parent / FIRST).is_dir():
+        with without_adapters(model), ranks.together():
+            stream = gathered(models.saved_state(model), ranks)
+            try:
+                if ranks.leads:
+                    models.save_policy(model, ((name, whole) for name, whole in stream if whole is not None), folder / "model")
+                    tokenizer.save_pretrained(folder / "model")
+            finally:
+                for _ in stream:  # the others give their shares whatever the disk says
+                    pass
+    if adapters:
+        with ranks.together():
+            if ranks.leads:
+                save_adapters(model, {name: whole for name, whole in adapters.items() if whole is not None}, folder / "adapter")
 
 
 def restore_training(checkpoint: Checkpoint, policy: Policy, optimizer: torch.optim.Optimizer) -> None:
@@ -90,9 +108,7 @@ def restore_training(checkpoint: Checkpoint, policy: Policy, optimizer: torch.op
             _fill(policy.value_head, state["value_head"])
     except (ValueError, KeyError, RuntimeError) as error:
         raise CheckpointError(f"checkpoint {checkpoint.folder} holds the optimiser or value head of another model: {error}") from error
-    torch.set_rng_state(state["random"]["cpu"].cpu())
-    if "cuda" in state["random"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["random"]["cuda"].cpu())
+    _set_random_state(state["random"], policy.ranks)
 
 
 @torch.no_grad()
@@ -102,18 +118,19 @@ def _fill(module: torch.nn.Module, state: dict[str, torch.Tensor]) -> None:
         parameter.copy_(share_of(parameter, state[name]))
 
 
-def _whole_state(policy: Policy) -> dict[str, Any]:
-    """The model's state, whole, on rank 0; tied tensors are one, as they are in the model."""
-    state, same = policy.model.state_dict(), identities(policy.model)
-    first: dict[int, str] = {}
-    for name in state:
-        first.setdefault(same[name], name)
-    found = dict(gathered({name: state[name] for name in first.values()}, policy.ranks))
-    return {name: found[first[same[name]]] for name in state} if policy.ranks.leads else {}
-
-
-def _random_state() -> dict[str, torch.Tensor]:
-    state = {"cpu": torch.get_rng_state()}
+def _random_states(ranks: Ranks) -> list[dict[str, torch.Tensor]]:
+    """The state of the random numbers of every rank: those that drop inputs of adapters draw as many as they have rows."""
+    mine = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
+        mine["cuda"] = torch.cuda.get_rng_state()
+    given = ranks.exchange(msgspec.msgpack.encode({name: state.numpy().tobytes() for name, state in mine.items()}))
+    states = [msgspec.msgpack.decode(data, type=dict[str, bytes]) for data in given]
+    return [{name: torch.frombuffer(bytearray(state), dtype=torch.uint8) for name, state in one.items()} for one in states]
+
+
+def _set_random_state(states: list[dict[str, torch.Tensor]], ranks: Ranks) -> None:
+    """Where other ranks wrote ``states`` there is nothing exact to go on from, and any of them will do."""
+    state = states[ranks.rank % len(states)]
+    torch.set_rng_state(state["cpu"].cpu())
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"].cpu())

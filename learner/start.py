@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .. import models
-from ..configs.learner_schema import FsdpPolicy, Learner, Lora, SinglePolicy
+from ..configs.learner_schema import FsdpPolicy, SinglePolicy
 from ..configs.run_folder import Run
 from ..errors import ConfigError
 from .checkpoint import FIRST, Checkpoint, clear_leftovers, newest_checkpoint, read_checkpoint
-from .lora import AdaptersOff, adapt
+from .lora import AdaptersOff, add_adapters, base_alone, check_saved, fill_adapters, without_adapters
 from .optimizer import optimizer_of
 from .policy import Policy, head_of
 from .ranks import Ranks
@@ -58,10 +58,11 @@ def start(run: Run, stop: threading.Event, ranks: Ranks | None = None) -> Held:
             models.prepare_model(run)  # the others find it made
     folder = saved.model_folder if saved is not None else models.prepare_model(run)
     with ranks.together():
-        policy, tokenizer = load(folder, run, ranks), models.load_tokenizer(folder)
+        tokenizer = models.load_tokenizer(folder)
+    policy = load(folder, run, ranks, saved=saved)
     if saved is None and run.config.warmup is not None:
-        warm_up(policy, tokenizer, run.config, stop)
-    adapt(policy.model, lora_of(config), run.config.seed, saved)
+        with base_alone(policy.model):
+            warm_up(policy, tokenizer, run.config, stop)
     policy.settle()
     optimizer = optimizer_of(policy, config)
     held = Held(policy, tokenizer, optimizer, version=0, lineage=0, skipped_in_a_row=0, skipped=0, saved=None)
@@ -83,26 +84,44 @@ def _newest(run: Run, ranks: Ranks) -> Checkpoint | None:
     return saved if ranks.leads or not name else read_checkpoint(run.checkpoints_folder / name, verify=False)
 
 
-def load(folder: Path, run: Run, ranks: Ranks, *, frozen: bool = False) -> Policy:
-    """The policy in ``folder``: whole in this process, or sharded over ``ranks``; ``frozen`` has no gradient.
+def load(folder: Path, run: Run, ranks: Ranks, *, saved: Checkpoint | None = None, frozen: bool = False) -> Policy:
+    """The policy in ``folder``, with the adapters it trains, fresh ones or those of ``saved``: whole in this process, or sharded over ``ranks``.
 
-    Raises :class:`ConfigError` where the model cannot be packed, or its activations cannot be checkpointed.
+    ``frozen`` has no gradient, no adapters and no value head.
+
+    Raises :class:`ConfigError` where the model cannot be packed, its activations cannot be checkpointed, its files cannot be read, or ``saved`` was trained
+    with adapters and this is without, or the other way.
     """
-    settings: SinglePolicy | FsdpPolicy = run.config.learner.policy
+    learner, seed = run.config.learner, run.config.seed
+    settings: SinglePolicy | FsdpPolicy = learner.policy
+    lora = None if frozen else settings.lora
+    adapters = None if saved is None else saved.adapter_folder
     if frozen:
         settings = settings.model_copy(update={"activation_checkpointing": False})
+    else:
+        check_saved(lora, saved)
+    device = device_of(run, ranks)
+    sharded = isinstance(settings, FsdpPolicy) and ranks.joined
+    with ranks.together():
+        model: Any = models.sketch_policy(folder) if sharded else models.load_policy(folder, device=device)
+        model.requires_grad_(not frozen)
+        if lora is not None:
+            add_adapters(model, lora)
+        head = None if frozen else head_of(model, learner, device)
+
+    def fill() -> None:
+        with without_adapters(model):
+            models.fill_policy(model, folder, device=device)
+        if lora is not None:
+            fill_adapters(model, seed, adapters)
+
     if isinstance(settings, FsdpPolicy) and ranks.joined:
         from .fsdp import ShardedPolicy
 
-        model: Any = models.load_policy(folder).requires_grad_(not frozen)
-        return ShardedPolicy(model, settings, ranks, device_of(run, ranks), None if frozen else head_of(model, run.config.learner))
-    model = models.load_policy(folder, device=run.config.learner.device).requires_grad_(not frozen)
-    return Policy(model, settings, None if frozen else head_of(model, run.config.learner))
-
-
-def lora_of(learner: Learner) -> Lora | None:
-    """The adapters that are trained instead of the weights; None where there are none, as in a policy of several ranks."""
-    return learner.policy.lora if isinstance(learner.policy, SinglePolicy) else None
+        return ShardedPolicy(model, settings, ranks, device, head, fill)
+    if lora is not None:
+        fill_adapters(model, seed, adapters)
+    return Policy(model, settings, head)
 
 
 def device_of(run: Run, ranks: Ranks) -> str:
@@ -124,7 +143,7 @@ def reference_of(run: Run, policy: Policy) -> Policy | AdaptersOff | None:
     """The frozen policy of the KL term: version 0, which stays on disk for it, or ``policy`` without its adapters. None where the loss has no such term."""
     if run.config.learner.loss.kl is None:
         return None
-    if lora_of(run.config.learner) is not None:
+    if run.config.learner.policy.lora is not None:
         return AdaptersOff(policy)
     first = read_checkpoint(run.checkpoints_folder / FIRST)
     return load(first.model_folder, run, policy.ranks, frozen=True)

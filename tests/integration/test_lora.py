@@ -29,7 +29,7 @@ from rollstream.learner import lora
 from rollstream.learner.attention import layout_of
 from rollstream.learner.checkpoint import Checkpoint, newest_checkpoint, read_checkpoint
 from rollstream.learner.loop import learn_from, start
-from rollstream.learner.policy import Policy, policy_of
+from rollstream.learner.policy import Policy
 from rollstream.learner.publisher import digest_of, published_tensors
 from rollstream.learner.replay import replay
 from rollstream.pretrained import export
@@ -202,25 +202,24 @@ def test_adapters_that_a_fork_put_aside_find_their_base(run: Run, tmp_path: Path
 
 @pytest.mark.parametrize(("held", "wanted"), [("null", "{rank: 4}"), ("{rank: 4}", "null")])
 def test_adapters_begin_and_end_with_a_run(tmp_path: Path, held: str, wanted: str) -> None:
-    model = models.load_policy(models.prepare_model(recorded_run.make_run(tmp_path)))
     folder = tmp_path / "v000002"
     (folder / ("model" if held == "null" else "adapter")).mkdir(parents=True)
     settings = None if wanted == "null" else Lora(rank=4)
     with pytest.raises(ConfigError, match=r"v000002 was trained with(out)? adapters and learner\.policy\.lora is (set|null): go on as it was, or export it"):
-        lora.adapt(model, settings, 0, Checkpoint(folder, 2, 0, {}, {}))
+        lora.check_saved(settings, Checkpoint(folder, 2, 0, {}, {}))
 
 
 def test_targets_choose_layers_and_what_matches_nothing_is_told_what_there_is(tmp_path: Path) -> None:
     folder = models.prepare_model(recorded_run.make_run(tmp_path))
     model = models.load_policy(folder)
-    lora.add_adapters(model, Lora(rank=2, target_modules=("q_proj", "mlp.down_proj")), 0)
+    lora.add_adapters(model, Lora(rank=2, target_modules=("q_proj", "mlp.down_proj")))
     assert sorted({name.rpartition(".")[2] for name in lora.adapted(model)}) == ["down_proj", "q_proj"]
     assert {name.rpartition("lora_")[2][0] for name, parameter in model.named_parameters() if parameter.requires_grad} == {"A", "B"}
     for wanted in (("q_proj", "wq"), ("lm_head",)):
         with pytest.raises(
             ConfigError, match=rf"target_modules: {wanted[-1]} matches no linear layer of Qwen3ForCausalLM before its output; there are down_proj, .*q_proj"
         ):
-            lora.add_adapters(models.load_policy(folder), Lora(target_modules=wanted), 0)
+            lora.add_adapters(models.load_policy(folder), Lora(target_modules=wanted))
 
 
 def test_dropout_with_checkpointed_activations_is_refused() -> None:
@@ -234,9 +233,9 @@ def test_adapters_get_the_gradient_of_the_merged_weights(tmp_path: Path, setting
     config = recorded_run.make_run(tmp_path, f"learner.policy={settings}").config.learner
     folder = models.prepare_model(recorded_run.make_run(tmp_path / "other"))
     full, model = models.load_policy(folder), models.load_policy(folder)
-    policy = policy_of(model, config)
-    assert isinstance(policy, Policy)
-    lora.add_adapters(model, Lora(rank=4, alpha=8.0), 0)
+    lora.add_adapters(model, Lora(rank=4, alpha=8.0))
+    lora.fill_adapters(model, 0, None)
+    Policy(model, config.policy)
     with torch.autocast("cpu", torch.bfloat16, enabled=config.policy.compute_dtype == "bfloat16"):
         full(IDS).logits.float().square().mean().backward()
         model(IDS).logits.float().square().mean().backward()
@@ -256,7 +255,8 @@ def test_merged_weights_of_every_architecture_go_out_under_the_names_a_sampler_h
     folder = beside("test_architectures").folder_of(family, tmp_path / "model")
     model = models.load_policy(folder)
     policy = Policy(model)
-    lora.add_adapters(model, Lora(rank=2, alpha=8.0), 0)
+    lora.add_adapters(model, Lora(rank=2, alpha=8.0))
+    lora.fill_adapters(model, 0, None)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if ".lora_B" in name:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -40,6 +41,18 @@ from rollstream.learner.step import Stepper
 from rollstream.models import load_policy
 
 pytestmark = pytest.mark.timeout(400)
+
+
+def beside(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+rank_nursery = beside("rank_nursery")
 
 VERSIONS, EVERY, KILLED_AT, GROUPS, MEMBERS = 6, 2, 4, 3, 4
 SHAPE: dict[str, Any] = {
@@ -291,56 +304,18 @@ def main(job: str, folder: Path, rank: int, num: int) -> None:
         os._exit(1)
 
 
-def nursery() -> None:
-    """Forks the ranks of each job that a line on standard input names, so that they load nothing anew; answers with their exit codes."""
-    for line in sys.stdin:
-        job, folder, num = json.loads(line)
-        children: list[int] = []
-        for rank in range(num):
-            pid = os.fork()
-            if pid == 0:
-                errors = os.open(Path(folder) / f"errors-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-                os.dup2(errors, 2)
-                main(job, Path(folder), rank, num)
-                os._exit(0)
-            children.append(pid)
-        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
-        sys.stdout.write(json.dumps(codes) + "\n")
-        sys.stdout.flush()
-
-
-class Nursery:
-    """A process that ranks are forked from."""
-
-    def __init__(self) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        self._process = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
-
-    def run(self, job: str, folder: Path, num: int) -> tuple[list[int], list[str]]:
-        """Runs ``job`` in ``num`` ranks: the exit code and the errors of each."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps([job, str(folder), num]) + "\n")
-        self._process.stdin.flush()
-        codes = json.loads(self._process.stdout.readline())
-        return codes, [(folder / f"errors-{rank}.log").read_text() for rank in range(num)]
-
-    def close(self) -> None:
-        self._process.communicate()
-
-
 # --- the tests ----------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def nurse() -> Iterator[Nursery]:
-    made = Nursery()
+def nurse() -> Iterator[Any]:
+    made = rank_nursery.Nursery(__file__)
     yield made
     made.close()
 
 
 @pytest.fixture(scope="module")
-def bundled(tmp_path_factory: pytest.TempPathFactory, nurse: Nursery) -> Path:
+def bundled(tmp_path_factory: pytest.TempPathFactory, nurse: Any) -> Path:
     folder = tmp_path_factory.mktemp("bundled")
     codes, errors = nurse.run("bundle", folder, 2)
     assert codes == [0, 0], "\n".join(errors)
@@ -437,7 +412,7 @@ def test_values_a_reference_and_several_updates_are_those_of_one_process_within_
 
 @pytest.mark.slow
 def test_a_killed_rank_ends_the_others_and_a_resume_is_exact_with_as_many_and_the_same_within_noise_with_fewer_or_more(
-    bundled: Path, nurse: Nursery, tmp_path: Path
+    bundled: Path, nurse: Any, tmp_path: Path
 ) -> None:
     began = time.monotonic()
     codes, errors = nurse.run(str(KILLED_AT), tmp_path, 2)
@@ -476,4 +451,4 @@ def test_a_failure_of_another_rank_is_an_error_of_its_own_kind() -> None:
 
 
 if __name__ == "__main__":
-    nursery()
+    rank_nursery.serve(main)
