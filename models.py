@@ -174,7 +174,8 @@ def fill_policy(model: PreTrainedModel, folder: str | Path, *, device: str) -> N
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"model.path: {folder} has weights that cannot be read ({error}); copy the model again") from error
         shapes = {name: share.get_shape() for name, share in shares.items()}
-        settings = LoadStateDictConfig(device_map={"": device}, dtype=module.dtype, weight_mapping=get_model_conversion_mapping(model))
+        mapping: Any = get_model_conversion_mapping(model)
+        settings = LoadStateDictConfig(device_map={"": device}, dtype=module.dtype, weight_mapping=mapping)
         found, _ = convert_and_load_state_dict_in_model(model, shares, settings)
     _fill_empty_shares(module)
     module.tie_weights(missing_keys=found.missing_keys, recompute_mapping=False)

@@ -78,8 +78,8 @@ def sharded(folder: Path, ranks: Ranks) -> tuple[Any, ShardedPolicy]:
 
 def differences(folder: Path, ranks: Ranks) -> list[str]:
     """What is not to the last bit as where the whole model is loaded."""
-    (found, _), whole = sharded(folder, ranks), models.load_policy(folder)
-    states = [model.state_dict() | dict(model.named_buffers()) for model in (found, whole)]
+    found, whole = sharded(folder, ranks)[0], models.load_policy(folder)
+    states: list[dict[str, Any]] = [model.state_dict() | dict(model.named_buffers()) for model in (found, whole)]
     values = {name: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor for name, tensor in states[0].items()}
     shared = [[name for name, _ in model.named_parameters()] for model in (found, whole)]
     odd = sorted(values.keys() ^ states[1].keys()) + (["tied tensors"] if shared[0] != shared[1] else [])
