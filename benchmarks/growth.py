@@ -16,9 +16,7 @@ from pathlib import Path
 
 import psutil
 from report import Row, options, report, row
-from stream import GROUP_SIZE, SPAWN, buffer_main, make_pool, make_run, producer_main
-
-from rollstream.buffer.client import LearnerClient
+from stream import GROUP_SIZE, SPAWN, buffer_main, consumer_of, make_pool, make_run, producer_main
 
 NUM_TOKENS = 16
 BATCH_GROUPS = 64
@@ -40,7 +38,7 @@ class Grown:
     def _start_buffer(self) -> None:
         self.buffer: BaseProcess = SPAWN.Process(target=buffer_main, args=(self.run,), daemon=True)
         self.buffer.start()
-        self.learner = LearnerClient(self.run.endpoint, self.run.run_id)
+        self.learner = consumer_of(self.run)
         self.learner.hello(self.version)
 
     def consume(self, num_batches: int) -> None:

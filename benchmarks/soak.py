@@ -21,9 +21,7 @@ from pathlib import Path
 
 import psutil
 from report import Row, options, report, row
-from stream import LONGEST, NUM_PRODUCERS, SHORTEST, SPAWN, buffer_main, make_pool, make_run, processes, producer_main
-
-from rollstream.buffer.client import LearnerClient
+from stream import LONGEST, NUM_PRODUCERS, SHORTEST, SPAWN, buffer_main, consumer_of, make_pool, make_run, processes, producer_main
 
 EVERY_S = 2.0
 CHECKPOINT_EVERY = 50
@@ -107,7 +105,10 @@ def soak_stream(seconds: float) -> list[Sample]:
             (run.checkpoints_folder / f"v{version:06d}").mkdir(parents=True)
 
     try:
-        with processes(SPAWN.Process(target=buffer_main, args=(run,), daemon=True), *producers), LearnerClient(run.endpoint, run.run_id) as learner:
+        with (
+            processes(SPAWN.Process(target=buffer_main, args=(run,), daemon=True), *producers),
+            consumer_of(run) as learner,
+        ):
             learner.hello(0)
             taken = watch(psutil.Process(os.getpid()), seconds, step)
         print(f"bare stream: {num_trajectories:,} trajectories in {version:,} batches", flush=True)

@@ -91,6 +91,11 @@ def buffer_main(run: Run) -> None:
     serve(run, threading.Event())
 
 
+def consumer_of(run: Run) -> LearnerClient:
+    """A learner beside the buffer, as ``rollstream train`` starts it."""
+    return LearnerClient(run.endpoint, run.run_id, log_folder=run.local_stream_folder)
+
+
 def producer_main(run: Run, name: str, pool: list[Trajectory], num_groups: int, num_images: int = 0) -> None:
     """An actor that plays in no time: ``num_groups`` leases at once, ``num_images`` per trajectory."""
     asyncio.run(produce(run, name, pool, num_groups, num_images))
@@ -178,7 +183,7 @@ def measure_stream(
     arguments = (pool, 2 * batch_groups, num_images)
     producers = [SPAWN.Process(target=producer_main, args=(run, f"actor-{index}", *arguments), daemon=True) for index in range(NUM_PRODUCERS)]
     try:
-        with processes(SPAWN.Process(target=buffer_main, args=(run,), daemon=True), *producers) as live, LearnerClient(run.endpoint, run.run_id) as learner:
+        with processes(SPAWN.Process(target=buffer_main, args=(run,), daemon=True), *producers) as live, consumer_of(run) as learner:
             learner.hello(0)
             version = consume(learner, 1, 3.0 if repeats else 0.0, Figures())
             measured: list[Figures] = []
@@ -215,7 +220,7 @@ def measure_quiet(num_groups: int) -> list[float]:
     run = make_run(folder, 1)
     made = make_trajectory(1024, 0)
     try:
-        with processes(SPAWN.Process(target=buffer_main, args=(run,), daemon=True)), LearnerClient(run.endpoint, run.run_id) as learner:
+        with processes(SPAWN.Process(target=buffer_main, args=(run,), daemon=True)), consumer_of(run) as learner:
             learner.hello(0)
             return asyncio.run(_one_at_a_time(run, learner, made, num_groups))
     finally:

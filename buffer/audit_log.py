@@ -19,7 +19,7 @@ from ..errors import Corrupt
 from .audit_report import AuditReport, note
 from .blob_store import digests_of
 from .columns import SCHEMA_MESSAGE, from_frame
-from .facts import Lists, sampled
+from .facts import Lists, segments_of
 from .ledger import Ledger
 from .log import Location, segment_path
 from .sealed import Sealed, SealedFile, file_checksum, sealed_path
@@ -180,9 +180,8 @@ def _columns(append_id: Column, batch: pa.RecordBatch, names: dict[str, int]) ->
     """One segment's part of :class:`Rows`, but for the names of environments."""
     column = {name: batch.column(name) for name in _READ}
     mask = Lists.of(column["loss_mask"])
-    ours = [
-        [version for version, count in runs if count] for runs in sampled(mask, *(column[name].to_pylist() for name in ("version_starts", "version_values")))
-    ]
+    segments = segments_of(mask, *(column[name].to_pylist() for name in ("version_starts", "version_values")))
+    ours = [[version for version, count in runs if count] for _, runs in segments]
     oldest = np.array([min(versions, default=_UNSAMPLED) for versions in ours], np.int64)
     newest = np.array([max(versions, default=-1) for versions in ours], np.int64)
     coded = column["env_id"].dictionary_encode()

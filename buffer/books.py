@@ -273,6 +273,10 @@ class Books(Scoring):
         untaken = min((group.row.group_id for group in self._groups.values()), default=self.num_leased)
         return min([untaken, *(min(batch.groups) for batch in self.ledger.batches(self.lineage, version + 1, self.last_batch))])
 
+    def is_unassigned(self, group_id: int) -> bool:
+        """Whether a group is open or ready."""
+        return group_id in self._groups
+
     def waits_for(self) -> str:
         """Why no further batch can be formed, for people: the oldest unassigned group, who plays it, how far it is."""
         replaced = f", {self._num_degenerate} of them teach nothing and are replaced" if self._num_degenerate else ""

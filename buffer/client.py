@@ -14,7 +14,8 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -29,8 +30,11 @@ from .amendments import REWARD, WHOLE, Amendment, encode_amendments
 from .blobs import BlobCache, digests_in
 from .columns import SCHEMA_VERSION, aligned, decode, frame_checksum, from_frame, with_reward
 from .curve import ClientKeys, Context, Door
+from .gather import committed
 from .hold import DISK_FULL
-from .types import Batch, Trajectory, TrajectoryKey
+from .log import Location
+from .log_files import LogFiles
+from .types import Batch, TrajectoryKey
 
 __all__ = ["ActorClient", "LearnerClient", "ScorerClient", "SupervisorClient"]
 
@@ -204,8 +208,10 @@ class LearnerClient(_Client):
         silent_s: float = 30.0,
         stalled_s: float = 1800.0,
         keys: ClientKeys | None = None,
+        log_folder: Path | None = None,
     ) -> None:
         super().__init__(endpoint, run_id, "learner", peer_id, silent_s, keys)
+        self._files = None if log_folder is None else LogFiles(log_folder)
         self._rank, self._ranks = rank, ranks
         self._stalled_s = stalled_s
         self._cache = BlobCache(_BLOB_CACHE_BYTES)
@@ -238,12 +244,20 @@ class LearnerClient(_Client):
         """
         connection = self.connection
         waited_for, since = "", time.monotonic()
+        mapped = self._files is not None
         while not stop.is_set():
-            answer = connection.request(wire.PullBatch(version, self._rank, self._ranks), cancelled=lambda: stop.is_set() or connection.stop_reason is not None)
+            ask = wire.PullBatch(version, self._rank, self._ranks, mapped)
+            answer = connection.request(ask, cancelled=lambda: stop.is_set() or connection.stop_reason is not None)
             if answer is None or isinstance(answer[0], wire.Stop):
                 return None
             if isinstance(answer[0], wire.BatchReply):
-                return self._with_blobs(_assemble(answer[0], answer[1]))
+                try:
+                    return self._with_blobs(_assemble(answer[0], list(self._rows(answer[0], answer[1]))))
+                except (Corrupt, OSError):
+                    if not mapped:
+                        raise
+                    mapped = False  # the buffer reads it then, and says what is wrong
+                    continue
             assert isinstance(answer[0], wire.Wait)
             on_wait(answer[0].reason)
             if answer[0].reason != waited_for or waited_for.startswith(DISK_FULL):
@@ -251,6 +265,17 @@ class LearnerClient(_Client):
             elif time.monotonic() - since > self._stalled_s:
                 raise DeadlineExceeded(f"no progress towards batch {version} for {self._stalled_s:g} s (buffer.stall_timeout_s): {waited_for}")
         return None
+
+    def _rows(self, reply: wire.BatchReply, frames: Sequence[zmq.Frame]) -> Iterator[pa.RecordBatch]:
+        """The rows of a reply: those that came with it, and those that this process reads from the log."""
+        if len(frames) != len(reply.checksums):
+            raise Corrupt(f"batch {reply.version}: {len(reply.checksums)} frames announced, {len(frames)} came")
+        for frame, checksum in zip(frames, reply.checksums, strict=True):
+            yield from_frame(aligned(frame.buffer), checksum)
+        for piece in reply.pieces:
+            assert self._files is not None
+            rows = self._files.read(Location(piece.segment, piece.offset, piece.size_bytes, piece.checksum))
+            yield committed(rows, set(piece.keys)) if piece.keys else rows
 
     def _with_blobs(self, batch: Batch) -> Batch:
         digests = digests_in(batch.trajectories)
@@ -359,13 +384,9 @@ class ScorerClient(_Client):
         return self.amend([Amendment(key.lineage, key.group_id, key.member, WHOLE, key.attempt, REWARD, reward, self._peer_id, time.time())])
 
 
-def _assemble(reply: wire.BatchReply, frames: Sequence[zmq.Frame]) -> Batch:
-    """The batch in its recorded order, from frames in the order of the log."""
-    if len(frames) != len(reply.checksums):
-        raise Corrupt(f"batch {reply.version}: {len(reply.checksums)} frames announced, {len(frames)} came")
-    trajectories: list[Trajectory] = []
-    for frame, checksum in zip(frames, reply.checksums, strict=True):
-        trajectories.extend(decode(from_frame(aligned(frame.buffer), checksum)))
+def _assemble(reply: wire.BatchReply, rows: Sequence[pa.RecordBatch]) -> Batch:
+    """The batch in its recorded order, from rows in the order of the log."""
+    trajectories = [trajectory for batch in rows for trajectory in decode(batch)]
     if len(trajectories) != reply.num_trajectories:
         raise StreamError(f"batch {reply.version}: {reply.num_trajectories} trajectories announced, {len(trajectories)} came; run `rollstream audit`")
     rewards = {key[:2]: key[2] for key in zip(reply.header.group_ids, reply.header.members, reply.header.rewards, strict=True)}

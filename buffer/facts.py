@@ -25,8 +25,8 @@ from .columns import SCHEMA, columns_of
 from .types import Status
 
 Key = tuple[int, int, int, int]
-Runs = list[tuple[int, int]]
-"""The runs of equal version of one row, as (version, tokens that our policy sampled in it)."""
+Segment = tuple[int, list[tuple[int, int]]]
+"""Of one row: its tokens, and its runs of equal version as (version, tokens that our policy sampled in it)."""
 
 _ENDINGS = {
     ("terminated", "terminated"),
@@ -53,6 +53,7 @@ class Fact(NamedTuple):
     max_version: int | None
     first_row: int
     num_rows: int
+    segments: Sequence[Segment] = ()
 
 
 class Lists(NamedTuple):
@@ -101,25 +102,26 @@ def facts(batch: pa.RecordBatch) -> list[Fact]:
     _check_versions(check, lengths, starts, values)
     if len(column["media"].values):
         _check_media(check, mask, column["media"])
-    runs = sampled(mask, starts, values)
+    segments = segments_of(mask, starts, values)
     endings = list(zip(*(small[name] for name in ("reward", "status", "stop_reason")), strict=True))
     found: list[Fact] = []
     for first, stop in itertools.pairwise([*firsts, batch.num_rows]):
-        ours = [run for row in range(first, stop) for run in runs[row] if run[1]]
-        versions = [version for version, _ in ours]
-        trained = sum(count for _, count in ours)
-        oldest, newest = (min(versions), max(versions)) if versions else (None, None)
-        found.append(Fact(*keys[first], *endings[first], sum(lengths[first:stop]), trained, oldest, newest, first, stop - first))
+        runs = [run for _, its_runs in segments[first:stop] for run in its_runs if run[1]]
+        versions = [version for version, _ in runs]
+        low, high = (min(versions), max(versions)) if versions else (None, None)
+        sizes = sum(lengths[first:stop]), sum(count for _, count in runs)
+        found.append(Fact._make((*keys[first], *endings[first], *sizes, low, high, first, stop - first, segments[first:stop])))
     return found
 
 
-def sampled(mask: Lists, starts: Sequence[Sequence[int]], values: Sequence[Sequence[int]]) -> list[Runs]:
-    """The runs of each row; ``mask`` is the loss_mask column, ``starts`` and ``values`` are the version runs."""
+def segments_of(mask: Lists, starts: Sequence[Sequence[int]], values: Sequence[Sequence[int]]) -> list[Segment]:
+    """What each row is made of; ``mask`` is the loss_mask column, ``starts`` and ``values`` are the version runs."""
     ours = mask.values.view(np.bool_)
-    found: list[Runs] = []
+    found: list[Segment] = []
     for (begin, end), its_starts, its_values in zip(itertools.pairwise(mask.bounds), starts, values, strict=True):
         edges = [*(begin + start for start in its_starts), end]
-        found.append([(value, int(np.count_nonzero(ours[first:stop]))) for value, (first, stop) in zip(its_values, itertools.pairwise(edges), strict=True)])
+        counts = [int(np.count_nonzero(ours[first:stop])) for first, stop in itertools.pairwise(edges)]
+        found.append((end - begin, list(zip(its_values, counts, strict=True))))
     return found
 
 

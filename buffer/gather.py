@@ -1,4 +1,4 @@
-"""Reads a batch back from the log: its header, and rows as frames ready to send."""
+"""Reads a batch back from the log: its header, where its rows lie, and those rows as frames ready to send."""
 
 # pyarrow ships no types
 # pyright: reportUnknownParameterType=false
@@ -6,34 +6,40 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import pyarrow as pa
 
 from .columns import Compression, frame_checksum, rows_of, to_frame
 from .header import Entry, Member, assemble, entries
 from .ledger import Ledger
-from .log import Log
+from .log import Location, Log
 from .types import Header
 
 _WHOLE_BYTES = 128 * 1024  # from this size on sending an append as it lies costs less than copying its rows
 _MERGED_BYTES = 64 * 1024 * 1024
 
+Key = tuple[int, int, int]
+"""(group, member, attempt)."""
 
-def read_header(ledger: Ledger, log: Log, group_ids: Sequence[int], shared: Mapping[int, int]) -> Header:
-    """The header of a batch of these groups, from its rows; ``shared`` as :func:`~rollstream.buffer.header.entries` takes it.
+
+def read_header(ledger: Ledger, log: Log, group_ids: Sequence[int], shared: Mapping[int, int], known: Mapping[Member, Entry]) -> Header:
+    """The header of a batch of these groups; of members that are not ``known``, from their rows. ``shared`` is that of :func:`~.header.assemble`.
 
     Raises:
         Corrupt: the log no longer holds what was stored.
 
     """
-    found: dict[Member, Entry] = {}
-    for append_id, keys in _wanted(ledger, group_ids).items():
-        found |= entries(committed(log.read(ledger.append(append_id)[0]), set(keys)), shared)
-    for member in (member for group_id in group_ids for member in ledger.members(group_id)):
+    members = [member for group_id in group_ids for member in ledger.members(group_id)]
+    found = {key: known[key] for member in members if (key := (member.group_id, member.member)) in known}
+    if len(found) < len(members):
+        for location, keys, _ in places(ledger, group_ids, {key for member in members if (key := (member.group_id, member.member)) not in found}):
+            found |= entries(committed(log.read(location), set(keys)))
+    for member in members:
         entry = found[member.group_id, member.member]
         if entry.reward is None and member.reward is not None:  # it came later: the row does not have it
             found[member.group_id, member.member] = entry._replace(reward=member.reward)
-    return assemble(found, group_ids)
+    return assemble(found, group_ids, shared)
 
 
 def gather(
@@ -48,15 +54,13 @@ def gather(
         Corrupt: the log no longer holds what was stored.
 
     """
-    wanted = _wanted(ledger, group_ids, members)
+    wanted = places(ledger, group_ids, members)
     frames: list[pa.Buffer] = []
     checksums: list[int] = []
     merged: list[pa.RecordBatch] = []
     merged_bytes = 0
-    for append_id, keys in wanted.items():
-        location, num_trajectories = ledger.append(append_id)
-        whole = len(keys) == num_trajectories and (location.size_bytes >= _WHOLE_BYTES or len(wanted) == 1)
-        if whole and not log.is_sealed(location.segment):
+    for location, keys, whole in wanted:
+        if whole and (location.size_bytes >= _WHOLE_BYTES or len(wanted) == 1) and not log.is_sealed(location.segment):
             frames.append(log.frame(location))
             checksums.append(location.checksum)
             continue
@@ -67,20 +71,29 @@ def gather(
             merged, merged_bytes = [], 0
     if merged:
         _merge(merged, frames, checksums, compression)
-    return frames, checksums, sum(map(len, wanted.values()))
+    return frames, checksums, sum(len(keys) for _, keys, _ in wanted)
 
 
-def _wanted(ledger: Ledger, group_ids: Iterable[int], members: Container[Member] | None = None) -> dict[int, list[Key]]:
-    """The committed (group, member, attempt) of these groups, by the append that holds them."""
+class Place(NamedTuple):
+    """Where committed rows of a batch lie: an append, which (group, member, attempt) of it they are, and whether they are all of it."""
+
+    location: Location
+    keys: list[Key]
+    whole: bool
+
+
+def places(ledger: Ledger, group_ids: Iterable[int], members: Container[Member] | None = None) -> list[Place]:
+    """Where the committed rows of these groups lie (of their ``members`` (group, member), by default all)."""
     wanted: dict[int, list[Key]] = {}
     for group_id in group_ids:
         for member in ledger.members(group_id):
             if members is None or (group_id, member.member) in members:
                 wanted.setdefault(member.append_id, []).append((group_id, member.member, member.attempt))
-    return wanted
-
-
-Key = tuple[int, int, int]
+    found: list[Place] = []
+    for append_id, keys in wanted.items():
+        location, num_trajectories = ledger.append(append_id)
+        found.append(Place(location, keys, len(keys) == num_trajectories))
+    return found
 
 
 def committed(batch: pa.RecordBatch, keys: set[Key]) -> pa.RecordBatch:

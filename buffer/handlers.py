@@ -298,6 +298,8 @@ class Handlers:
         if stored:
             self.blobs.refer(digests, self._next_append_id)
             self._store(stored, frame, batch, message.checksum)
+            if not prefix:
+                self._pulls.note(batch, found, stored)
         counters = self.books.counters
         counters[f"{prefix}episodes"] += len(found) - verdicts.count("duplicate")
         counters[f"{prefix}duplicates"] += verdicts.count("duplicate")

@@ -8,7 +8,7 @@ The buffer makes it from the log when a batch is pulled. A batch that never cros
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ import pyarrow as pa
 import xxhash
 
 from .columns import columns_of, encode
-from .facts import Lists, sampled
+from .facts import Lists, Segment, segments_of
 from .lineages import folded
 from .types import Batch, Header
 
@@ -26,8 +26,9 @@ Member = tuple[int, int]
 
 
 class Entry(NamedTuple):
-    """One trajectory of a header; ``segments`` are (tokens, [(version, tokens sampled by it)])."""
+    """One trajectory of a header, its versions as they were sampled."""
 
+    lineage: int
     reward: float | None
     status: Any
     stop_reason: Any
@@ -36,50 +37,48 @@ class Entry(NamedTuple):
     top_p: float
     top_k: int
     env_id: str
-    segments: list[tuple[int, list[tuple[int, int]]]]
+    segments: list[Segment]
 
 
-_OWN = ("reward", "status", "stop_reason", "env_metrics", "temperature", "top_p", "top_k", "env_id")
+_OWN = ("lineage", "reward", "status", "stop_reason", "env_metrics", "temperature", "top_p", "top_k", "env_id")
 
 
-def entries(batch: pa.RecordBatch, shared: Mapping[int, int] = MappingProxyType({})) -> dict[Member, Entry]:
-    """The entries of the trajectories whose rows ``batch`` holds, one after the other.
+def entries(batch: pa.RecordBatch, segments: Sequence[Segment] | None = None) -> dict[Member, Entry]:
+    """The entries of the trajectories whose rows ``batch`` holds, one after the other; ``segments`` are those of its rows where they are known."""
+    column = columns_of(batch)
+    if segments is None:
+        segments = segments_of(Lists.of(column["loss_mask"]), column["version_starts"].to_pylist(), column["version_values"].to_pylist())
+    own = zip(*(column[name].to_pylist() for name in _OWN), strict=True)
+    keys = zip(*(column[name].to_pylist() for name in ("group_id", "member")), strict=True)
+    found: dict[Member, Entry] = {}
+    for key, values, segment in zip(keys, own, segments, strict=True):
+        if key not in found:
+            found[key] = Entry._make((*values[:4], dict(values[4]), *values[5:], []))
+        found[key].segments.append(segment)
+    return found
+
+
+def assemble(found: Mapping[Member, Entry], groups: Iterable[int], shared: Mapping[int, int] = MappingProxyType({})) -> Header:
+    """The header of a batch of ``groups``, in that order and member by member.
 
     ``shared`` gives, for each lineage that is not the learner's, the last version f that both histories have in common: a version v beyond it is reckoned as
     2f - v, so that the lag of any token is V less its version.
     """
-    column = columns_of(batch)
-    mask = Lists.of(column["loss_mask"])
-    every_run = sampled(mask, column["version_starts"].to_pylist(), column["version_values"].to_pylist())
-    own = list(zip(*(column[name].to_pylist() for name in _OWN), strict=True))
-    found: dict[Member, Entry] = {}
-    keys = zip(*(column[name].to_pylist() for name in ("group_id", "member")), strict=True)
-    lineages = column["lineage"].to_pylist()
-    for key, lineage, values, length, runs in zip(keys, lineages, own, mask.lengths, every_run, strict=True):
-        if key not in found:
-            found[key] = Entry._make((*values[:3], dict(values[3]), *values[4:], []))
-        fork = shared.get(lineage)
-        found[key].segments.append((length, runs if fork is None else [(folded(version, version, fork), count) for version, count in runs]))
-    return found
-
-
-def assemble(found: dict[Member, Entry], groups: Iterable[int]) -> Header:
-    """The header of a batch of ``groups``, in that order and member by member."""
     place = {group_id: index for index, group_id in enumerate(groups)}
     keys = sorted(found, key=lambda key: (place[key[0]], key[1]))
     ordered = [found[key] for key in keys]
-    segments = [segment for entry in ordered for segment in entry.segments]
-    runs = [run for _, its_runs in segments for run in its_runs]
-    own = [list(values) for values in zip(*(entry[:-1] for entry in ordered), strict=True)] or [[] for _ in _OWN]
+    segments = [(length, runs, shared.get(entry.lineage)) for entry in ordered for length, runs in entry.segments]
+    versions = [version if fork is None else folded(version, version, fork) for _, runs, fork in segments for version, _ in runs]
+    own = [list(values) for values in zip(*(entry[1:-1] for entry in ordered), strict=True)] or [[] for _ in _OWN[1:]]
     return Header(
         [group_id for group_id, _ in keys],
         [member for _, member in keys],
         *own,
         segment_counts=[len(entry.segments) for entry in ordered],
-        segment_tokens=[length for length, _ in segments],
-        run_counts=[len(its_runs) for _, its_runs in segments],
-        run_versions=[version for version, _ in runs],
-        run_sampled=[count for _, count in runs],
+        segment_tokens=[length for length, _, _ in segments],
+        run_counts=[len(runs) for _, runs, _ in segments],
+        run_versions=versions,
+        run_sampled=[count for _, runs, _ in segments for _, count in runs],
     )
 
 

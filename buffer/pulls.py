@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -16,7 +16,9 @@ from ..errors import Corrupt, Refused
 from . import wire
 from .books import Books
 from .deal import costs, deal
-from .gather import gather, read_header
+from .facts import Fact
+from .gather import gather, places, read_header
+from .header import Entry, Member, entries
 from .ledger import BatchRow
 from .log import Log
 from .peers import Peer
@@ -52,6 +54,7 @@ class Pulls:
         self._config, self._books, self._log = config, books, log
         self._parked: dict[str, _Parked] = {}
         self._header: tuple[int, int, Header] | None = None
+        self._entries: dict[Member, Entry] = {}
 
     def __bool__(self) -> bool:
         return bool(self._parked)
@@ -68,6 +71,11 @@ class Pulls:
         if not 1 <= pull.version <= self._books.last_batch + 1:
             self._books.batch(pull.version)  # raises the refusal
         self._parked[peer.peer_id] = _Parked(peer.route, request_id, pull, now)
+
+    def note(self, rows: pa.RecordBatch, found: Sequence[Fact], stored: Sequence[Fact]) -> None:
+        """Remembers of stored trajectories what the header of their batch will say, so that it needs no rows read back."""
+        of_all = entries(rows, [segment for fact in found for segment in fact.segments])
+        self._entries |= {key: of_all[key] for fact in stored if (key := (fact.group_id, fact.member))}
 
     def forget(self, peer_id: str) -> None:
         """The peer is gone."""
@@ -107,11 +115,18 @@ class Pulls:
     def _rows(self, pull: wire.PullBatch, batch: BatchRow, *, recorded: bool) -> tuple[wire.BatchReply, list[pa.Buffer]]:
         """The header of the whole batch, and the rows dealt to the rank that asks."""
         if self._header is None or self._header[:2] != (batch.lineage, batch.version):  # the other ranks ask for the same one
-            self._header = (batch.lineage, batch.version, read_header(self._books.ledger, self._log, batch.groups, self._books.shared(batch)))
+            made = read_header(self._books.ledger, self._log, batch.groups, self._books.shared(batch), self._entries)
+            self._header = (batch.lineage, batch.version, made)
+            self._entries = {key: entry for key, entry in self._entries.items() if self._books.is_unassigned(key[0])}
         header = self._header[2]
         members = None
         if pull.ranks > 1:
             tokens = costs(header, set(batch.withheld), self._config.learner.advantage, self._config.buffer.degenerate)
             members = {(header.group_ids[index], header.members[index]) for index in deal(tokens, pull.ranks)[pull.rank]}
+        identity = (batch.lineage, batch.version, batch.groups, batch.withheld, recorded)
+        if pull.mapped:
+            pieces = [wire.Piece(*place.location, [] if place.whole else place.keys) for place in places(self._books.ledger, batch.groups, members)]
+            num_trajectories = len(header.members) if members is None else len(members)
+            return wire.BatchReply(*identity, [], num_trajectories, header, pieces), []
         frames, checksums, num_trajectories = gather(self._books.ledger, self._log, batch.groups, members, self._config.buffer.compression)
-        return wire.BatchReply(batch.lineage, batch.version, batch.groups, batch.withheld, recorded, checksums, num_trajectories, header), frames
+        return wire.BatchReply(*identity, checksums, num_trajectories, header), frames

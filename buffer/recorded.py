@@ -16,22 +16,23 @@ from typing import BinaryIO, Self
 import pyarrow as pa
 
 from ..errors import ConfigError, Corrupt, RunFolderError
-from .columns import decode, from_frame, with_reward
-from .gather import committed
+from .columns import decode, with_reward
+from .gather import committed, places
 from .header import Entry, Member, assemble, entries
-from .ledger import BatchRow, Ledger
-from .log import Location, segment_path
-from .sealed import Sealed, sealed_path
+from .ledger import Ledger
+from .log import Location
+from .log_files import LogFiles
+from .sealed import sealed_path
 from .types import Batch, Trajectory
 
 
 class Segments:
-    """The segments in ``folder``, as they were written or sealed. One sealed file is kept open at a time."""
+    """The segments in ``folder``, of which retention may remove some at any time."""
 
     def __init__(self, folder: Path, ledger: Ledger) -> None:
         self.folder = folder
         self._ledger = ledger
-        self._sealed: dict[int, Sealed] = {}
+        self._files = LogFiles(folder)
 
     def is_removed(self, segment: int) -> bool:
         """Whether retention removed a segment by now; to be asked outside a snapshot of the ledger."""
@@ -45,7 +46,7 @@ class Segments:
 
         """
         try:
-            return self._read(location)
+            return self._files.read(location)
         except Corrupt:
             if self.is_removed(location.segment):
                 return None
@@ -65,19 +66,6 @@ class Segments:
             if self.is_removed(segment):
                 return None
             raise Corrupt(f"{path} is gone; run `rollstream audit` for the extent") from None
-
-    def _read(self, location: Location) -> pa.RecordBatch:
-        path = segment_path(self.folder, location.segment)
-        try:
-            mapped = pa.memory_map(str(path))
-        except FileNotFoundError:
-            if location.segment not in self._sealed:
-                self._sealed = {location.segment: Sealed(sealed_path(self.folder, location.segment))}
-            return self._sealed[location.segment].read(location.offset)
-        if mapped.size() < location.offset + location.size_bytes:
-            raise Corrupt(f"{path} ends at {mapped.size()} bytes, before what was recorded; run `rollstream audit` for the extent")
-        mapped.seek(location.offset)
-        return from_frame(mapped.read_buffer(location.size_bytes), location.checksum)
 
 
 def open_ledger(folder: Path) -> Ledger:
@@ -132,31 +120,23 @@ class Recorded:
                     f"version {version} of lineage {self.lineage} has no recorded batch: there are {self._ledger.last_batch(self.lineage)}, counted from 1"
                 )
             rewards = {(row.group_id, row.member): row.reward for group_id in found.groups for row in self._ledger.members(group_id)}
-            appends = self._appends(found)
+            appends = places(self._ledger, found.groups)
             shared = {other: self.lineages.common(other, found.lineage) for other in range(self.lineages.current + 1) if other != found.lineage}
         trajectories: list[Trajectory] = []
         described: dict[Member, Entry] = {}
-        for location, keys in appends:
+        for location, keys, _ in appends:
             batch = self._segments.read(location)
             if batch is None:
                 raise ConfigError(f"the rows of version {version}'s batch were removed by retention (buffer.keep_gb); ask for a newer version")
-            rows = committed(batch, keys)
+            rows = committed(batch, set(keys))
             trajectories.extend(decode(rows))
-            described |= entries(rows, shared)
+            described |= entries(rows)
         described = {key: entry if entry.reward is not None else entry._replace(reward=rewards[key]) for key, entry in described.items()}
         trajectories = [with_reward(trajectory, rewards[trajectory.key.group_id, trajectory.key.member]) for trajectory in trajectories]
         place = {group_id: index for index, group_id in enumerate(found.groups)}
         trajectories.sort(key=lambda trajectory: (place[trajectory.key.group_id], trajectory.key.member))
-        header = assemble(described, found.groups)
+        header = assemble(described, found.groups, shared)
         return Batch(found.lineage, version, tuple(found.groups), tuple(trajectories), frozenset(found.withheld), True, header)
-
-    def _appends(self, batch: BatchRow) -> list[tuple[Location, set[tuple[int, int, int]]]]:
-        """Where the committed rows of a batch lie, and which (group, member, attempt) they are."""
-        wanted: dict[int, set[tuple[int, int, int]]] = {}
-        for group_id in batch.groups:
-            for member in self._ledger.members(group_id):
-                wanted.setdefault(member.append_id, set()).add((group_id, member.member, member.attempt))
-        return [(self._ledger.append(append_id)[0], keys) for append_id, keys in wanted.items()]
 
     def digest(self, version: int) -> str | None:
         """The recorded digest of a version's weights; None where it was never published."""

@@ -40,7 +40,7 @@ from .wire_parts import RetainedVersion as RetainedVersion
 from .wire_parts import Role as Role
 from .wire_parts import SkippedVersion as SkippedVersion
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 
 MAX_FRAME_BYTES = 64 * 2**20
 """Of one frame to the buffer. A peer that sends a longer one loses its connection."""
@@ -149,11 +149,15 @@ class Release(Message, frozen=True):
 
 
 class PullBatch(Message, frozen=True):
-    """Asks for the batch that makes ``version``: its header, and the rows dealt to ``rank`` of ``ranks``."""
+    """Asks for the batch that makes ``version``: its header, and the rows dealt to ``rank`` of ``ranks``.
+
+    A rank that reads the files of the log itself asks with ``mapped`` where its rows lie.
+    """
 
     version: int
     rank: int = 0
     ranks: int = 1
+    mapped: bool = False
 
 
 class Trained(Message, frozen=True):
@@ -249,10 +253,20 @@ class Amended(Message, frozen=True):
     num_known: int
 
 
+class Piece(msgspec.Struct, frozen=True):
+    """Rows of a batch in a file of the log: one append of ``segment``, and the (group, member, attempt) wanted of it; none named means all of it."""
+
+    segment: int
+    offset: int
+    size_bytes: int
+    checksum: int
+    keys: list[tuple[int, int, int]]
+
+
 class BatchReply(Message, frozen=True):
     """A recorded batch: ``header`` describes all of it, the rows of the trajectories dealt to the asking rank follow as record-batch frames.
 
-    ``groups`` are in their recorded order, the frames in the order of the log.
+    ``groups`` are in their recorded order, the frames in the order of the log. A rank that asked with ``mapped`` is given ``pieces`` and no frames.
 
     ``withheld`` lists (group, member) pairs whose tokens must not train. ``recorded`` says that it had been served before.
     ``checksums`` hold the xxh3-64 of each frame. Frames may hold rows of a trajectory in any order of groups; ``num_trajectories`` says how many there are.
@@ -266,6 +280,7 @@ class BatchReply(Message, frozen=True):
     checksums: list[int]
     num_trajectories: int
     header: Header
+    pieces: list[Piece] = []
 
 
 class Wait(Message, frozen=True):

@@ -73,6 +73,11 @@ class Run:
         return self.folder / "stream"
 
     @property
+    def local_stream_folder(self) -> Path | None:
+        """The log, where the buffer writes it on this very machine; None where that is not certain."""
+        return self.stream_folder if self.endpoint.startswith("ipc://") else None
+
+    @property
     def blobs_folder(self) -> Path:
         """Bytes that the log names by digest."""
         return self.folder / "blobs"

@@ -68,13 +68,14 @@ def learn(run: Run, stop: threading.Event, rank: int = 0) -> None:
     ranks = Ranks()
     if isinstance(policy, FsdpPolicy):
         ranks = join(run.socket_folder, rank, num, device=run.config.learner.device, timeout_s=policy.start_timeout_s)
-    stalled_s = run.config.buffer.stall_timeout_s
-    with (
-        naming_the_lost(ranks),
-        LearnerClient(run.endpoint, run.run_id, peer_id(rank), rank=rank, ranks=num, keys=client_keys(run), stalled_s=stalled_s) as client,
-    ):
+    with naming_the_lost(ranks), _client(run, rank, num) as client:
         learn_from(run, client, stop, ranks)
         ranks.close()
+
+
+def _client(run: Run, rank: int, num: int) -> LearnerClient:
+    stalled_s, keys = run.config.buffer.stall_timeout_s, client_keys(run)
+    return LearnerClient(run.endpoint, run.run_id, peer_id(rank), rank=rank, ranks=num, stalled_s=stalled_s, keys=keys, log_folder=run.local_stream_folder)
 
 
 def peer_id(rank: int) -> str:

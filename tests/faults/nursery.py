@@ -105,7 +105,7 @@ class Learner:
         chosen = kept[-1] if kept and self.random.random() < 0.6 else self.random.choice(kept) if kept else None
         saved = json.loads(chosen.read_text()) if chosen else {"version": 0, "weights": "none"}
         self.version, self.weights, self.lineage = int(saved["version"]), str(saved["weights"]), int(saved.get("lineage", 0))
-        self.client = LearnerClient(run.endpoint, run.run_id)
+        self.client = LearnerClient(run.endpoint, run.run_id, log_folder=run.local_stream_folder)
         self.writer: WeightsWriter | None = None
         self.kept: dict[tuple[int, int], RetainedVersion] = {}
 

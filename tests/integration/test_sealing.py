@@ -114,7 +114,7 @@ def files(run: Run, suffix: str) -> list[int]:
 
 def test_trained_segments_become_parquet_while_the_run_goes_on_and_their_batches_are_served_again_the_same(tmp_path: Path) -> None:
     run = run_in(tmp_path)
-    with Server(run), acting(run), LearnerClient(run.endpoint, run.run_id, silent_s=60) as learner:
+    with Server(run), acting(run), LearnerClient(run.endpoint, run.run_id, silent_s=60, log_folder=run.stream_folder) as learner:
         learner.hello(0)
         batches = train(learner, 1, 4)
         assert files(run, ".parquet") == [], "nothing is sealed before a sync covered it"
@@ -139,7 +139,7 @@ def test_trained_segments_become_parquet_while_the_run_goes_on_and_their_batches
 
 def test_a_damaged_sealed_segment_is_found_by_the_audit_and_refused_at_a_redo(tmp_path: Path) -> None:
     run = run_in(tmp_path)
-    with Server(run), acting(run), LearnerClient(run.endpoint, run.run_id, silent_s=60) as learner:
+    with Server(run), acting(run), LearnerClient(run.endpoint, run.run_id, silent_s=60, log_folder=run.stream_folder) as learner:
         learner.hello(0)
         train(learner, 1, 3)
         learner.sync()
@@ -158,7 +158,7 @@ MOMENTS = ["copy half written", "copy not renamed", "copy renamed, not recorded"
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_kill_while_sealing_leaves_exactly_one_good_copy(tmp_path: Path, moment: str) -> None:
     run = run_in(tmp_path)
-    with contextlib.ExitStack() as servers, acting(run), LearnerClient(run.endpoint, run.run_id, silent_s=60) as learner:
+    with contextlib.ExitStack() as servers, acting(run), LearnerClient(run.endpoint, run.run_id, silent_s=60, log_folder=run.stream_folder) as learner:
         first = servers.enter_context(Server(run))
         learner.hello(0)
         batches = train(learner, 1, 2)
@@ -179,7 +179,7 @@ def test_a_kill_while_sealing_leaves_exactly_one_good_copy(tmp_path: Path, momen
 
 def test_retention_removes_the_oldest_rows_that_no_checkpoint_can_need_and_the_audit_says_so(tmp_path: Path) -> None:
     run = run_in(tmp_path, keep_gb=0.0005)
-    with contextlib.ExitStack() as servers, acting(run), LearnerClient(run.endpoint, run.run_id, silent_s=60) as learner:
+    with contextlib.ExitStack() as servers, acting(run), LearnerClient(run.endpoint, run.run_id, silent_s=60, log_folder=run.stream_folder) as learner:
         server = servers.enter_context(Server(run, "removal recorded, file there"))
         learner.hello(0)
         checkpoint(run, learner, 0)
@@ -239,7 +239,7 @@ def test_a_full_disk_holds_the_actors_loses_nothing_and_the_run_goes_on_once_the
     run = run_in(small_disk / "run", depth=1)
     run.folder.mkdir()
     ballast = small_disk / "ballast"
-    with contextlib.ExitStack() as servers, acting(run) as actor, LearnerClient(run.endpoint, run.run_id, silent_s=60) as learner:
+    with contextlib.ExitStack() as servers, acting(run) as actor, LearnerClient(run.endpoint, run.run_id, silent_s=60, log_folder=run.stream_folder) as learner:
         server = servers.enter_context(Server(run))
         learner.hello(0)
         train(learner, 1, 2)
