@@ -140,14 +140,14 @@ def test_one_trajectory_and_one_batch_whose_rows_go_meanwhile_are_said_to_be_rem
     writer.seal(1)
     with Inspector(tmp_path) as inspector, Recorded(tmp_path) as recorded:
         for reader in (inspector, recorded):
-            read = reader._segments._read
+            read = reader._segments._files.read
 
             def read_later(location: Location, read: Any = read) -> Any:
                 if sealed_path(writer.folder, 1).exists():
                     writer.remove(1)
                 return read(location)
 
-            monkeypatch.setattr(reader._segments, "_read", read_later)
+            monkeypatch.setattr(reader._segments._files, "read", read_later)
         with pytest.raises(ConfigError, match="were removed by retention"):
             inspector.trajectory(0, 0)
         with pytest.raises(ConfigError, match="were removed by retention"):
