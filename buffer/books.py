@@ -131,7 +131,7 @@ class Books(Scoring):
         """Of each other lineage that rows of ``batch`` were sampled in: the last version that its history shares with the batch's."""
         if not self.lineages.forks:
             return {}
-        sampled = {member.lineage for group_id in batch.groups for member in self.ledger.members(group_id)}
+        sampled = {member.lineage for member in self.ledger.members_of(batch.groups)}
         return {lineage: self.lineages.common(lineage, batch.lineage) for lineage in sampled - {batch.lineage}}
 
     def _record(self, version: int, taken: list[Group]) -> BatchRow:

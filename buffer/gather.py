@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import NamedTuple
 
 import pyarrow as pa
@@ -30,7 +30,7 @@ def read_header(ledger: Ledger, log: Log, group_ids: Sequence[int], shared: Mapp
         Corrupt: the log no longer holds what was stored.
 
     """
-    members = [member for group_id in group_ids for member in ledger.members(group_id)]
+    members = ledger.members_of(group_ids)
     found = {key: known[key] for member in members if (key := (member.group_id, member.member)) in known}
     if len(found) < len(members):
         for location, keys, _ in places(ledger, group_ids, {key for member in members if (key := (member.group_id, member.member)) not in found}):
@@ -43,7 +43,7 @@ def read_header(ledger: Ledger, log: Log, group_ids: Sequence[int], shared: Mapp
 
 
 def gather(
-    ledger: Ledger, log: Log, group_ids: Iterable[int], members: Container[Member] | None = None, compression: Compression = "none"
+    ledger: Ledger, log: Log, group_ids: Sequence[int], members: Container[Member] | None = None, compression: Compression = "none"
 ) -> tuple[list[pa.Buffer], list[int], int]:
     """Frames that hold the committed rows of these groups (of their ``members`` (group, member), by default all) and no others.
 
@@ -82,13 +82,12 @@ class Place(NamedTuple):
     whole: bool
 
 
-def places(ledger: Ledger, group_ids: Iterable[int], members: Container[Member] | None = None) -> list[Place]:
+def places(ledger: Ledger, group_ids: Sequence[int], members: Container[Member] | None = None) -> list[Place]:
     """Where the committed rows of these groups lie (of their ``members`` (group, member), by default all)."""
     wanted: dict[int, list[Key]] = {}
-    for group_id in group_ids:
-        for member in ledger.members(group_id):
-            if members is None or (group_id, member.member) in members:
-                wanted.setdefault(member.append_id, []).append((group_id, member.member, member.attempt))
+    for row in ledger.members_of(group_ids):
+        if members is None or (row.group_id, row.member) in members:
+            wanted.setdefault(row.append_id, []).append((row.group_id, row.member, row.attempt))
     found: list[Place] = []
     for append_id, keys in wanted.items():
         location, num_trajectories = ledger.append(append_id)

@@ -243,6 +243,11 @@ class Ledger:
         """Committed members of a group, in order."""
         return [MemberRow(*row) for row in self.rows("SELECT * FROM members WHERE group_id = ? ORDER BY member", (group_id,))]
 
+    def members_of(self, group_ids: Sequence[int]) -> list[MemberRow]:
+        """Committed members of several groups, in one question."""
+        query = "SELECT * FROM members WHERE group_id IN (SELECT value FROM json_each(?)) ORDER BY group_id, member"
+        return [MemberRow(*row) for row in self.rows(query, (msgspec.json.encode(group_ids).decode(),))]
+
     def failures(self, group_id: int) -> dict[tuple[int, int], str]:
         """Reason of each of a group's failed attempts, by (member, attempt)."""
         query = "SELECT member, attempt, reason FROM failures WHERE group_id = ?"

@@ -119,7 +119,7 @@ class Recorded:
                 raise ConfigError(
                     f"version {version} of lineage {self.lineage} has no recorded batch: there are {self._ledger.last_batch(self.lineage)}, counted from 1"
                 )
-            rewards = {(row.group_id, row.member): row.reward for group_id in found.groups for row in self._ledger.members(group_id)}
+            rewards = {(row.group_id, row.member): row.reward for row in self._ledger.members_of(found.groups)}
             appends = places(self._ledger, found.groups)
             shared = {other: self.lineages.common(other, found.lineage) for other in range(self.lineages.current + 1) if other != found.lineage}
         trajectories: list[Trajectory] = []
