@@ -181,17 +181,18 @@ class LocalLauncher:
 class RoleProcess:
     """A role as a child process of this one.
 
-    ``folder`` is the working folder it starts in, by default this process' own; ``address`` is where it finds the buffer, unless the run's folder says so.
+    ``folder`` is the working folder it starts in, by default this process' own; ``address`` is where it finds the buffer, unless the run's folder says so;
+    ``meet`` is where the ranks of the learner meet, unless they are all on this machine.
     """
 
     doing = ""
 
-    def __init__(self, run: Run, role: Role, *, folder: Path | None = None, address: str | None = None) -> None:
+    def __init__(self, run: Run, role: Role, *, folder: Path | None = None, address: str | None = None, meet: str | None = None) -> None:
         self.run, self.role = run, role
         self.cpu_s = 0.0
         self.num_starts = 0
         self._folder = folder
-        self._address = address
+        self._options = [text for name, value in (("--endpoint", address), ("--meet", meet)) if value is not None for text in (name, value)]
         self._process: subprocess.Popen[bytes] | None = None
         self._started_at = 0.0
         self._aborted = ""
@@ -214,9 +215,7 @@ class RoleProcess:
     def start(self) -> None:
         """Starts the process in a session of its own, so that the terminal's Ctrl-C reaches the supervisor alone."""
         error_path(self.run, self.role.name).unlink(missing_ok=True)
-        command = [sys.executable, "-P", "-m", "rollstream", self.role.kind, str(self.run.folder), "--id", self.role.name, "--supervised"]
-        if self._address is not None:
-            command += ["--endpoint", self._address]
+        command = [sys.executable, "-P", "-m", "rollstream", self.role.kind, str(self.run.folder), "--id", self.role.name, "--supervised", *self._options]
         command += ["--rank", str(self.role.rank)] if self.role.rank else []
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(

@@ -19,12 +19,13 @@ import threading
 import time
 import uuid
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
 
 from . import __version__
+from .configs.learner_schema import FsdpPolicy
 from .configs.loader import load_run
 from .configs.run_folder import Run
 from .errors import RollstreamError
@@ -38,7 +39,7 @@ _SHARED = "put it on a file system that all nodes share (folder=PATH)"
 class Place:
     """What a process finds where it runs. ``memory``, ``sockets`` and ``network`` are equal where two processes share those of the weights and the buffer.
 
-    ``problem`` says why no role of the run can live there; empty where one can.
+    ``problem`` says why no role of the run can live there; empty where one can. ``meeting_port`` is kept free for the ranks of a learner, where rank 0 is.
     """
 
     host: str
@@ -46,6 +47,7 @@ class Place:
     sockets: str
     network: str
     problem: str = ""
+    meeting_port: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,8 @@ class Keeper:
         self._started: tuple[int, Started] | None = None
         self._ended: tuple[Death, float] | None = None
         self._collecting = threading.Lock()
+        self._waiters = 0
+        self._reserved: socket.socket | None = None
 
     def place(self) -> Place:
         """Where it landed, and whether the role can live there."""
@@ -115,16 +119,26 @@ class Keeper:
             return _unfit(f"sees another run in {self._folder}: {_SHARED}")
         if not self._working_folder.is_dir():
             return _unfit(f"lacks the working folder {self._working_folder}: start the run from a folder that all nodes share")
-        return place_of(run)
+        place = place_of(run)
+        meets = self._role.kind == "learner" and self._role.rank == 0 and isinstance(run.config.learner.policy, FsdpPolicy)
+        return replace(place, meeting_port=self._reserve()) if meets else place
 
-    def start(self, number: int, address: str | None, before: Started | None) -> Started:
+    def _reserve(self) -> int:
+        """A port that the system gives to nobody else while this process lives, and on which rank 0 may listen all the same."""
+        if self._reserved is None:
+            self._reserved = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+            self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._reserved.bind(("", 0))  # it never listens
+        return int(self._reserved.getsockname()[1])
+
+    def start(self, number: int, address: str | None, meet: str | None, before: Started | None) -> Started:
         """Starts the process for the ``number``-th time, after whatever is left of the one ``before``, whose keeper was lost."""
         if self._started is not None and self._started[0] == number:
             return self._started[1]
-        if before is not None and before.host == _kernel() and self._process is None:
-            _end(before)
+        if before is not None and self._process is None:
+            end(before)
         self._ended = None
-        self._process = RoleProcess(load_run(self._folder), self._role, folder=self._working_folder, address=address)
+        self._process = RoleProcess(load_run(self._folder), self._role, folder=self._working_folder, address=address, meet=meet)
         self._process.start()
         pid = self._process.pid
         assert pid is not None
@@ -136,18 +150,20 @@ class Keeper:
         self._started = (number, started)
         return started
 
-    def wait(self) -> tuple[Death, float]:
-        """How the process ended, and the CPU seconds it took; returns when it has."""
+    def wait(self) -> tuple[Death, float] | None:
+        """How the process ended, and the CPU seconds it took; returns when it has. None where it is asked again meanwhile: who asked first was cut off."""
         process = self._process
         assert process is not None
-        with self._collecting:  # one waits, though more may ask
-            while self._ended is None:
-                death = process.poll()
-                if death is not None:
+        with self._collecting:
+            self._waiters += 1
+            mine = self._waiters
+        while True:
+            with self._collecting:
+                if self._ended is None and (death := process.poll()) is not None:
                     self._ended = (death, process.cpu_s)
-                else:
-                    time.sleep(_LOOK_S)
-            return self._ended
+                if self._ended is not None or mine != self._waiters:
+                    return self._ended
+            time.sleep(_LOOK_S)
 
     def terminate(self) -> None:
         """Asks the process to stop in order."""
@@ -165,8 +181,10 @@ class Keeper:
             self._process.kill()
 
 
-def _end(started: Started) -> None:
-    """Ends a process that outlived its keeper, with all it started: two of one role must not live at once."""
+def end(started: Started) -> None:
+    """Ends a process of this machine that outlived its keeper, with all it started: two of one role must not live at once."""
+    if started.host != _kernel():
+        return
     with suppress(psutil.NoSuchProcess, ProcessLookupError, PermissionError):
         process = psutil.Process(started.pid)
         if abs(process.create_time() - started.created_at) < 1.0:

@@ -28,6 +28,10 @@ def buffer(run: RunArgument, name: IdOption = None, supervised: SupervisedOption
 def learner(
     run: RunArgument,
     rank: Annotated[int, typer.Option("--rank", metavar="R", min=0, help="Which of the learner.policy.ranks this process is, counted from 0.")] = 0,
+    meet: Annotated[
+        str | None,
+        typer.Option("--meet", metavar="HOST:PORT", help="Where rank 0 listens for the others, if they are on several machines.", show_default=False),
+    ] = None,
     name: IdOption = None,
     endpoint: EndpointOption = None,
     keys: KeysOption = None,
@@ -37,13 +41,15 @@ def learner(
     """Run the learner of a run by hand: one process per rank.
 
     \b
-    Example:
+    Examples:
       rollstream learner runs/mine --rank 0 & rollstream learner runs/mine --rank 1
+      rollstream learner /shared/mine --rank 1 --meet 10.0.0.5:5700 --endpoint tcp://10.0.0.5:5600
     """
     from .roles import run_role
 
     del debug
-    return run_role("learner", run, name or (f"learner-{rank}" if rank else "learner"), supervised=supervised, rank=rank, address=endpoint, keys=keys)
+    name = name or (f"learner-{rank}" if rank else "learner")
+    return run_role("learner", run, name, supervised=supervised, rank=rank, meet=meet, address=endpoint, keys=keys)
 
 
 @app.command()

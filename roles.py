@@ -24,7 +24,7 @@ from .buffer.weights import remove_weights
 from .configs.learner_schema import FsdpPolicy
 from .configs.loader import load_run
 from .configs.run_folder import Run
-from .configs.schema import Config
+from .configs.schema import Config, LocalLauncher
 from .envs.registry import load_imports
 from .errors import ConfigError, RollstreamError, describe
 from .processes import STOP_GRACE_S, RoleName, error_path, write_error
@@ -37,13 +37,25 @@ _ADDRESS = re.compile(r"tcp://([\w.-]+|\[[\da-fA-F:.]+\]):\d{1,5}")
 _PEER_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
-def run_role(role: RoleName, folder: Path, name: str, *, supervised: bool, rank: int = 0, address: str | None = None, keys: Path | None = None) -> int:
+def run_role(
+    role: RoleName,
+    folder: Path,
+    name: str,
+    *,
+    supervised: bool,
+    rank: int = 0,
+    meet: str | None = None,
+    address: str | None = None,
+    keys: Path | None = None,
+) -> int:
     """Runs one role of the run in ``folder`` until its work is done or somebody stops it.
 
     ``address`` and ``keys`` are for a machine that reaches the buffer from outside: where, and with which copy of the run's client keys.
 
-    ``name`` labels the process in logs and to the buffer; ``rank`` is that of a learner. SIGTERM, SIGINT and, when ``supervised``, the end of standard
-    input set the stop event that the role's loop watches; a second SIGINT ends it at once. Raises what the role raised, after recording it for the supervisor.
+    ``name`` labels the process in logs and to the buffer; ``rank`` is that of a learner, ``meet`` the address at which ranks on several machines meet.
+
+    SIGTERM, SIGINT and, when ``supervised``, the end of standard input set the stop event that the role's loop watches; a second SIGINT ends it at once.
+    Raises what the role raised, after recording it for the supervisor.
     """
     if not _PEER_ID.fullmatch(name):
         raise ConfigError(f"--id {name!r} must be 1 to 64 letters, digits, '.', '_' or '-', such as actor-1")
@@ -58,7 +70,7 @@ def run_role(role: RoleName, folder: Path, name: str, *, supervised: bool, rank:
             threading.Thread(target=_stop_when_orphaned, args=(stop, role, run), name="orphan-watch", daemon=True).start()
         _logger.info("event=started pid=%d run=%s", os.getpid(), run.run_id)
         load_imports(run.config.imports)
-        _main_of(role, run, name, rank)(stop)
+        _main_of(role, run, name, rank, meet)(stop)
     except Exception as error:
         cause = root_cause(error)
         if supervised:
@@ -83,8 +95,10 @@ def _leave(exit_code: int) -> NoReturn:
     os._exit(exit_code)
 
 
-def probe(config: Config) -> None:
+def probe(config: Config, *, alone: bool = True) -> None:
     """Builds what a learner builds first, without data: the objective, the advantages, the devices.
+
+    ``alone`` means that every role has this machine; where they are spread, a process knows the learner's device only.
 
     Raises :class:`ConfigError` for names nobody registered, combinations that mean nothing, and devices this machine lacks.
     """
@@ -94,12 +108,14 @@ def probe(config: Config) -> None:
     from .learner.token_advantages import check_mode
 
     policy, device = config.learner.policy, config.learner.device
-    if isinstance(policy, FsdpPolicy) and device == "cuda" and (found := torch.cuda.device_count()) < policy.ranks:
+    if alone and isinstance(policy, FsdpPolicy) and device == "cuda" and (found := torch.cuda.device_count()) < policy.ranks:
         raise ConfigError(f"learner.policy.ranks {policy.ranks} with learner.device cuda: each rank needs a GPU, this machine has {found}; lower ranks")
     Objective(config.learner.loss)
     check_mode(config.learner)
-    devices = {"learner.device": config.learner.device, "actors.device": config.actors.device}
-    if config.evaluation is not None and config.evaluation.device is not None:
+    devices = {"learner.device": config.learner.device}
+    if alone:
+        devices["actors.device"] = config.actors.device
+    if alone and config.evaluation is not None and config.evaluation.device is not None:
         devices["evaluation.device"] = config.evaluation.device
     for key, name in devices.items():
         try:
@@ -108,7 +124,7 @@ def probe(config: Config) -> None:
             raise ConfigError(f"{key} {name!r} cannot be used: {str(error).splitlines()[0]}; use cpu, or a device this machine has") from None
 
 
-def _main_of(role: RoleName, run: Run, name: str, rank: int) -> Callable[[threading.Event], None]:
+def _main_of(role: RoleName, run: Run, name: str, rank: int, meet: str | None) -> Callable[[threading.Event], None]:
     """The blocking loop of a role. Imports it here, so that each process loads only what it needs."""
     if role == "buffer":
         from .buffer.server import serve
@@ -120,8 +136,8 @@ def _main_of(role: RoleName, run: Run, name: str, rank: int) -> Callable[[thread
         from .learner.loop import learn
 
         torch.set_num_threads(run.config.learner.num_threads)
-        probe(run.config)
-        return lambda stop: learn(run, stop, rank)
+        probe(run.config, alone=meet is None and isinstance(run.config.launcher, LocalLauncher))
+        return lambda stop: learn(run, stop, rank, meet)
     if role == "scorer":
         from .learner.scorer import score
 

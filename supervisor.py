@@ -41,6 +41,8 @@ BUFFER_GRACE_S = 8.0
 """Of the time to stop in order, what is kept for the buffer, which goes last."""
 RANK_GRACE_S = 5.0
 """How long the ranks of a learner have to end after one of them failed, before they are ended by force."""
+CUT_OFF_S = 60.0
+"""The same while a rank's node does not answer: it may be the node that failed, and that takes longer to be told."""
 STATUS_TIMEOUT_S = 0.3
 ABORT_GRACE_S = 3.0
 """How long a silent actor may take to write where it was."""
@@ -182,7 +184,8 @@ class Supervisor:
         alive = [process for process in self._processes if process.role.kind == "learner" and process.alive]
         if failed:
             own = [death for death in failed if "RankFailed" not in death.families]
-            if own or not alive or time.monotonic() - self._ranks[0][0] > RANK_GRACE_S:
+            grace_s = CUT_OFF_S if any(process.doing for process in alive) else RANK_GRACE_S
+            if own or not alive or time.monotonic() - self._ranks[0][0] > grace_s:
                 self._failure = (own or failed)[0].error()
                 began = time.monotonic()
                 self._end(alive, ask_at=began, deadline=began + RANK_GRACE_S)

@@ -63,7 +63,9 @@ def check_machine(run: Run) -> None:
     Raises :class:`ConfigError`, :class:`MissingExtra`.
     """
     check_tracking(run.config)
-    _check_port(run.config.buffer.endpoint)
+    launcher = run.config.launcher
+    if not isinstance(launcher, RayLauncher) or launcher.address is None:  # on a cluster the buffer may be elsewhere
+        _check_port(run.config.buffer.endpoint)
     if run.config.buffer.endpoint == "ipc":
         length = len(os.fsencode(str(run.socket_folder / "buffer")))
         if length > _SOCKET_PATH_BYTES:
@@ -248,8 +250,6 @@ def _ranks(config: Config) -> Iterator[str]:
         )
     if policy.ranks > 1 and learner.device.startswith("cuda:"):
         yield f"learner.device {learner.device} with learner.policy.ranks {policy.ranks}: ranks need a GPU each; say cuda, and rank r takes cuda:r"
-    if policy.ranks > 1 and isinstance(config.launcher, RayLauncher):
-        yield f"launcher.kind ray with learner.policy.ranks {policy.ranks}: ranks meet on one machine, Ray may place them on several; use kind local"
 
 
 def _endpoint(config: Config) -> Iterator[str]:
@@ -266,13 +266,32 @@ def _endpoint(config: Config) -> Iterator[str]:
         yield f"buffer.endpoint {endpoint}: {host} is no address; give one of this machine's own, 0.0.0.0 for all of them, 127.0.0.1 for none but this machine"
 
 
+_OWN_KEYS = {"CPU": "cpus", "GPU": "gpus", "object_store_memory": ""}
+"""What Ray counts by itself, and the key that asks for it; nothing of a run goes through the object store."""
+
+
 def _launcher(config: Config) -> Iterator[str]:
     launcher = config.launcher
-    if isinstance(launcher, RayLauncher):
-        for role, device, need in (("learner", config.learner.device, launcher.learner), ("actor", config.actors.device, launcher.actor)):
-            if device != "cpu" and need.gpus == 0:
-                key = "learner.device" if role == "learner" else "actors.device"
-                yield f"{key} {device} with launcher.{role}.gpus 0: Ray hides every GPU from such a process; set launcher.{role}.gpus to 1, or {key} to cpu"
+    if not isinstance(launcher, RayLauncher):
+        return
+    port = (launcher.address or "").rpartition(":")[2]
+    if port.isdigit() and not 1 <= int(port) <= 65535:
+        yield f"launcher.address {launcher.address}: port {int(port)} is not between 1 and 65535; ray start --head prints the cluster's"
+    evaluation, policy = config.evaluation, config.learner.policy
+    used = {"learner": ("learner.device", config.learner.device), "actor": ("actors.device", config.actors.device)}
+    if evaluation is not None:
+        used["evaluator"] = ("evaluation.device", config.actors.device if evaluation.device is None else evaluation.device)
+    needs = {"buffer": launcher.buffer, "learner": launcher.learner, "actor": launcher.actor, "evaluator": launcher.evaluator}
+    for role, (key, device) in used.items():
+        if device != "cpu" and needs[role].gpus == 0:
+            yield f"{key} {device} with launcher.{role}.gpus 0: Ray hides every GPU from such a process; set launcher.{role}.gpus to 1, or {key} to cpu"
+    for role, need in needs.items():
+        if need.gpus > 1 and need.gpus % 1:
+            yield f"launcher.{role}.gpus {need.gpus:g}: above 1 Ray grants whole GPUs only; use {int(need.gpus)} or {int(need.gpus) + 1}"
+        for name in sorted(need.custom.keys() & _OWN_KEYS.keys()):
+            yield f"launcher.{role}.custom.{name}: use launcher.{role}.{_OWN_KEYS[name]}" if _OWN_KEYS[name] else f"launcher.{role}.custom.{name}: leave it out"
+    if isinstance(policy, FsdpPolicy) and policy.ranks > 1 and config.learner.device == "cuda" and 0 < launcher.learner.gpus < 1:
+        yield f"launcher.learner.gpus {launcher.learner.gpus:g} with learner.policy.ranks {policy.ranks}: nccl needs a GPU for each rank alone; set it to 1"
 
 
 def _check_port(endpoint: str) -> None:

@@ -202,7 +202,7 @@ class FsdpPolicy(PolicySettings):
 
     kind: Literal["fsdp"]
     ranks: int = Field(ge=1, le=64)
-    """Processes the policy is sharded over, all on this machine."""
+    """Processes the policy is sharded over: on this machine, on a Ray cluster, or started by hand anywhere."""
     reshard_after_forward: bool = True
     """Gather a layer's weights again for its backward pass: less memory, more traffic."""
     reduce: Literal["step", "micro_batch"] = "step"

@@ -26,9 +26,10 @@ from .evaluations import Evaluations
 from .flops import peak_flops
 from .gathered import GatheringPublisher
 from .intake import Taken, take
+from .meeting import join
 from .metrics import Counters, costs_of, data_figures, row_of
 from .publisher import Publisher
-from .ranks import Ranks, join, naming_the_lost, refuse_a_lonely_rank
+from .ranks import Ranks, naming_the_lost, refuse_a_lonely_rank
 from .saving import write_checkpoint
 from .start import Held, device_of, reference_of, start, step_settings
 from .step import Stepper
@@ -51,8 +52,8 @@ class BatchSource(Protocol):
     def status(self) -> StatusReply: ...  # noqa: D102
 
 
-def learn(run: Run, stop: threading.Event, rank: int = 0) -> None:
-    """Trains ``run`` from its newest checkpoint to its last version, as ``rank`` of the learner.
+def learn(run: Run, stop: threading.Event, rank: int = 0, meet: str | None = None) -> None:
+    """Trains ``run`` from its newest checkpoint to its last version, as ``rank`` of the learner; ranks on several machines meet at ``meet``.
 
     Consumes: batches, one per version, from the buffer: the header of each, and the rows dealt to this rank.
     Waits for: the next batch (:meth:`LearnerClient.pull`), which the buffer forms once its window's head is ready; and the other ranks.
@@ -67,7 +68,7 @@ def learn(run: Run, stop: threading.Event, rank: int = 0) -> None:
     refuse_a_lonely_rank(rank, num)
     ranks = Ranks()
     if isinstance(policy, FsdpPolicy):
-        ranks = join(run.socket_folder, rank, num, device=run.config.learner.device, timeout_s=policy.start_timeout_s)
+        ranks = join(run.socket_folder, rank, num, device=run.config.learner.device, timeout_s=policy.start_timeout_s, meet=meet, run_id=run.run_id)
     with naming_the_lost(ranks), _client(run, rank, num) as client:
         learn_from(run, client, stop, ranks)
         ranks.close()

@@ -125,9 +125,9 @@ def load(folder: Path, run: Run, ranks: Ranks, *, saved: Checkpoint | None = Non
 
 
 def device_of(run: Run, ranks: Ranks) -> str:
-    """Where a rank computes: with ``cuda`` each on a GPU of its own."""
+    """Where a rank computes: with ``cuda`` each on a GPU of its own, among those its machine (or Ray, which shows each its own) has for it."""
     device = run.config.learner.device
-    return f"cuda:{ranks.rank}" if device == "cuda" and ranks.num > 1 else device
+    return f"cuda:{ranks.rank % torch.cuda.device_count()}" if device == "cuda" and ranks.num > 1 else device
 
 
 def step_settings(run: Run) -> dict[str, Any]:

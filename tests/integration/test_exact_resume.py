@@ -25,7 +25,8 @@ from rollstream.buffer.types import Batch
 from rollstream.configs.learner_schema import FsdpPolicy
 from rollstream.configs.loader import load_run
 from rollstream.learner.loop import learn_from
-from rollstream.learner.ranks import Ranks, join
+from rollstream.learner.meeting import join
+from rollstream.learner.ranks import Ranks
 
 
 def beside(name: str) -> ModuleType:

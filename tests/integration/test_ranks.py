@@ -33,10 +33,11 @@ from rollstream.errors import Corrupt, DataRefused, DeadlineExceeded, RankFailed
 from rollstream.learner.fsdp import ShardedPolicy
 from rollstream.learner.intake import take
 from rollstream.learner.loop import learn_from
+from rollstream.learner.meeting import join
 from rollstream.learner.optimizer import adamw
 from rollstream.learner.policy import Policy
 from rollstream.learner.publisher import digest_of
-from rollstream.learner.ranks import Ranks, join, naming_the_lost
+from rollstream.learner.ranks import Ranks, naming_the_lost
 from rollstream.learner.step import Stepper
 from rollstream.models import load_policy
 

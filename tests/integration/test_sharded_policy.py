@@ -24,9 +24,10 @@ from rollstream.learner import lora
 from rollstream.learner.checkpoint import read_checkpoint
 from rollstream.learner.fsdp import ShardedPolicy
 from rollstream.learner.loop import learn_from
+from rollstream.learner.meeting import join
 from rollstream.learner.optimizer import optimizer_of
 from rollstream.learner.publisher import digest_of
-from rollstream.learner.ranks import Ranks, join, naming_the_lost
+from rollstream.learner.ranks import Ranks, naming_the_lost
 from rollstream.learner.start import load
 from rollstream.learner.step import Stepper
 from rollstream.pretrained import export

@@ -29,7 +29,10 @@ ALLOWED = {
     "supervisor": {"processes", "tail", "watch", "watchdog", "buffer", "configs", "errors"},
     "by_hand": {"processes", "buffer", "configs", "errors"},
     "ray_keeper": {"processes", "configs", "errors"},
-    "ray_launcher": {"ray_keeper", "processes", "configs", "errors"},
+    "ray_places": {"ray_keeper", "processes", "configs", "errors"},
+    "ray_process": {"ray_places", "ray_keeper", "processes", "configs", "errors"},
+    "ray_session": {"configs", "errors"},
+    "ray_launcher": {"ray_session", "ray_process", "ray_places", "processes", "configs", "errors"},
     "roles": {"processes", "actors", "learner", "models", "envs", "buffer", "configs", "errors"},
     "run": {"ray_launcher", "forks", "supervisor", "processes", "watch", "models", "envs", "buffer", "configs", "errors"},
     "evaluate_command": {
