@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -172,20 +172,20 @@ class Places:
         for role, bundle in zip(self.roles, self.bundles, strict=True):
             needs.setdefault(_words(bundle), []).append(role.name)
         wanted = "; ".join(f"{', '.join(names)}: {need}{' each' if len(names) > 1 else ''}" for need, names in needs.items())
+        asked = {name for bundle in self.bundles for name in bundle}
         nodes = [node for node in self.ray.nodes() if node["Alive"]]
-        there = "; ".join(f"{node['NodeManagerAddress']}: {_words(node['Resources'])}" for node in nodes)
-        return f"needed, {self.settings.strategy}: {wanted}; {len(nodes)} nodes have: {there}; free in all: {_words(self.ray.available_resources())}"
+        there = "; ".join(f"{node['NodeManagerAddress']}: {_words(node['Resources'], asked)}" for node in nodes)
+        free = _words(self.ray.available_resources(), asked)
+        return f"needed, {self.settings.strategy}: {wanted}; {len(nodes)} nodes have: {there}; free in all: {free}"
 
 
 def _in_brackets(address: str) -> str:
     return f"[{address}]" if ":" in address else address
 
 
-def _words(resources: dict[str, float]) -> str:
-    """``CPU 2, GPU 0.5``: what a person declared, without what Ray counts for itself."""
-    own = ("node:", "object_store_memory", "accelerator_type:")
-    shown = {name: amount for name, amount in resources.items() if not name.startswith(own) and "_group_" not in name}
-    return ", ".join(f"{name} {amount:g}" for name, amount in sorted(shown.items())) or "nothing"
+def _words(resources: dict[str, float], asked: Container[str] | None = None) -> str:
+    """``CPU 2, GPU 0.5``: all of it, or what was ``asked`` for, without what Ray counts for itself."""
+    return ", ".join(f"{name} {amount:g}" for name, amount in sorted(resources.items()) if asked is None or name in asked) or "none of it"
 
 
 def _reachable() -> str:

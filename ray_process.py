@@ -8,6 +8,7 @@ produces    the role's death, once, for the supervisor; news for people
 
 from __future__ import annotations
 
+import re
 import time
 from contextlib import suppress
 from typing import Any, Literal
@@ -17,6 +18,7 @@ from .processes import Death, Role
 from .ray_keeper import Place, Started
 from .ray_places import Places
 
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _KILL_S = 5.0
 """How long a process that was ended by force may take to be told; its node does not answer then."""
 _PATIENCE_S = 15.0
@@ -169,19 +171,23 @@ class RayProcess:
         if not patient and now - self._since >= bound_s:
             self._let_go()
             return self._death(2, f"no room in the cluster within launcher.placement_timeout_s {bound_s:g}; {self._places.no_room()}")
-        if not self._told:
+        first_of_all = self.where == "" and self._index == 0  # at the start all have a place or none
+        if not self._told and (self.where or first_of_all):
             self._told = True
-            until = "" if patient else f" until launcher.placement_timeout_s {bound_s:g}"
-            self._places.tell(f"{self.role.name} waits for room in the cluster{until}; {self._places.no_room()}")
+            who = "the roles wait" if first_of_all else f"{self.role.name} waits"
+            until = "" if patient else f" up to launcher.placement_timeout_s {bound_s:g}"
+            self._places.tell(f"{who} for room in the cluster{until}; {self._places.no_room()}")
         return None
 
     def _lost(self, error: Exception) -> Death:
         """The keeper is gone: with its node, alone, or it could not even be made."""
-        text = " ".join(str(error).split())
+        lines = _COLOUR.sub("", str(error)).split("\n")
+        text = " ".join(" ".join(lines).split())
         self._answer = self._keeper = None
         self._cut_off = False
-        if "No module named 'rollstream" in text:
-            return self._death(2, "its node has no rollstream of this version: install the same on every node (pip install the wheel)")
+        if "creation task" in text:  # the code it is made of is not there, or is another
+            last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+            return self._death(2, f"its node cannot make a keeper ({last[:200]}): install the same rollstream on every node (pip install the wheel)")
         if "node has died" in text or (self._node_id and not self._places.lives(self._node_id)):
             self._started = None
             return self._death(1, f"its node {self.where} is gone".replace("  ", " "))

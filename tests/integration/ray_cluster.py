@@ -88,7 +88,7 @@ def main() -> None:
     head = node(json.loads(sys.argv[1])) | {"include_dashboard": False, "no_monitor": True}
     cluster: Any = started(lambda: Cluster(initialize_head=True, connect=False, head_node_args=head))
     answer(cluster.address)
-    nodes: dict[str, Any] = {}
+    nodes: dict[int, Any] = {}
     for line in sys.stdin:
         command = json.loads(line)
         if "add" in command:

@@ -9,14 +9,17 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+import torch.distributed
 
 from rollstream.errors import ConfigError, DeadlineExceeded, RankFailed
 from rollstream.learner.meeting import join
 from rollstream.learner.ranks import naming_the_lost
 
+distributed: Any = torch.distributed
 NOWHERE = Path("/nonexistent")
 
 
@@ -74,10 +77,8 @@ def test_who_does_not_come_to_the_address_is_named_and_a_rank_of_another_run_is_
         join(NOWHERE, 0, 3, device="cpu", timeout_s=0.3, meet=meet, run_id="ours")
     with pytest.raises(DeadlineExceeded, match=r"rank 0 of the learner did not come within 0\.3 s .* rank 2 of 3 waited at 127\.0\.0\.1"):
         join(NOWHERE, 2, 3, device="cpu", timeout_s=0.3, meet=f"127.0.0.1:{free_port()}", run_id="ours")
-    from torch.distributed import PrefixStore, TCPStore
-
-    stranger = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
-    PrefixStore("theirs", stranger).set("here-0", "")
+    stranger = distributed.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+    distributed.PrefixStore("theirs", stranger).set("here-0", "")
     with pytest.raises(DeadlineExceeded, match="rank 0 of the learner did not come"):
         join(NOWHERE, 1, 2, device="cpu", timeout_s=0.5, meet=f"127.0.0.1:{stranger.port}", run_id="ours")
 

@@ -30,6 +30,17 @@ CLUSTER = ("launcher.kind=ray", f"launcher.buffer={ON_HEAD}", f"launcher.learner
 RANKED = (*CLUSTER[:2], "launcher.learner={cpus: 0, custom: {rank: 1}}", f"launcher.actor={ON_HEAD}")
 PLAYED = ("actors.sampler={kind: scripted, token_delay_s: 0.004}", "actors.slots=8")
 FOR_EVER = "learner.versions=1000000"
+WITHOUT = """
+import sys
+
+class Lacking:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "rollstream":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Lacking())
+"""
+"""A Python in which the package is not installed."""
 
 
 def supervisor_tests() -> Any:
@@ -308,15 +319,30 @@ def test_a_run_that_finds_no_room_is_refused_with_what_it_needs_and_what_there_i
     assert list(tmp_path.iterdir()) == [], "a refused run leaves no folder"
 
 
+def test_a_run_that_waits_for_room_says_what_is_missing_and_can_be_stopped(cluster: Cluster, start: Callable[..., Any]) -> None:
+    job = start(*CLUSTER, *PLAYED, f"launcher.address={cluster.address}", FOR_EVER)  # no node has the resource player
+    words = "the roles wait for room in the cluster up to launcher.placement_timeout_s 120; needed, PACK: buffer, learner: head 1 each; actor-0: player 1"
+    job.wait_for(lambda: words in log_of(job, "supervisor"), "the wait to be told")
+    began = time.monotonic()
+    job.process.send_signal(signal.SIGINT)
+    code, out, err = job.end()
+    assert code == 130, out + err
+    assert time.monotonic() - began < 20
+    assert job.leftovers() == []
+
+
 def test_a_node_with_another_rollstream_or_none_is_refused_by_name(
     cluster: Cluster, nodes: Callable[..., int], start: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     old, none = tmp_path_factory.mktemp("old"), tmp_path_factory.mktemp("none")
     (old / "sitecustomize.py").write_text("import rollstream\nrollstream.__version__ = '0.0.9'\n")
-    (none / "sitecustomize.py").write_text("import sys\nsys.modules['rollstream'] = None\n")
-    expected = {"old": (old, "has rollstream 0.0.9, the run was started by 0.1.0"), "none": (none, "its node has no rollstream of this version")}
+    (none / "sitecustomize.py").write_text(WITHOUT)
+    expected = {
+        "old": (old, "has rollstream 0.0.9, the run was started by 0.1.0"),
+        "none": (none, "No module named 'rollstream"),
+    }
     for name, (folder, words) in expected.items():
-        nodes({"PYTHONPATH": str(folder)}, **{name: 1})
+        nodes({"PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}, **{name: 1})
         code, out, err = start(
             *CLUSTER[:3], f"launcher.actor={{cpus: 0, custom: {{{name}: 1}}}}", *PLAYED, f"launcher.address={cluster.address}", FOR_EVER
         ).end()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import socket
+import sys
 import threading
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from rollstream.configs.checks import check_config
 from rollstream.configs.loader import load_config
 from rollstream.configs.run_folder import Run
 from rollstream.configs.schema import RayLauncher as Settings
-from rollstream.errors import ConfigError
+from rollstream.errors import ConfigError, MissingExtra
 from rollstream.processes import Role, roles_of
 from rollstream.ray_keeper import place_of
 
@@ -22,6 +23,7 @@ pytest.importorskip("ray", reason="needs ray: pip install 'rollstream[ray]'")
 from rollstream.ray_launcher import load_ray
 from rollstream.ray_places import Places
 from rollstream.ray_session import Session
+from rollstream.run import check
 
 BUFFER, LEARNER, OTHER_RANK, ACTOR = Role("buffer", "buffer"), Role("learner", "learner"), Role("learner", "learner-1", rank=1), Role("actor", "actor-0")
 FAR = ("buffer.endpoint=tcp://0.0.0.0:5600", "weights.channel=files")
@@ -152,6 +154,13 @@ def test_an_address_where_somebody_else_listens_is_refused_at_once(answers: byte
 def test_one_machine_alone_is_never_a_node_for_each_role() -> None:
     with pytest.raises(ConfigError, match="STRICT_SPREAD wants a node for each of 3 roles"):
         Session(load_ray(), Settings(kind="ray", strategy="STRICT_SPREAD"), "0" * 32).open([{"CPU": 1.0}] * 3)
+
+
+def test_without_ray_the_run_is_refused_with_the_command_that_installs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(MissingExtra, match=r"launcher\.kind ray needs ray: pip install 'rollstream\[ray\]', on every node") as caught:
+        check(load_config("quickstart", ["launcher.kind=ray", f"folder={tmp_path}"]))
+    assert caught.value.exit_code == 2
 
 
 def test_a_launcher_nobody_knows_is_refused_with_those_there_are() -> None:
