@@ -39,7 +39,8 @@ def own_address() -> str:
 def rank(number: int, meet: str) -> None:
     """One of two: says what it saw, and dies or sees the other die."""
     ranks = join(NOWHERE, number, 2, device="cpu", timeout_s=60, meet=meet, run_id="ours")
-    seen = {"gave": [data.decode() for data in ranks.exchange(f"from {number}".encode())], "before": ranks.asked_to_stop}
+    seen: dict[str, Any] = {"before": ranks.asked_to_stop}
+    seen["gave"] = [data.decode() for data in ranks.exchange(f"from {number}".encode())]
     if number == 0:
         listening = {found.laddr.ip for found in psutil.Process().net_connections("tcp") if found.status == psutil.CONN_LISTEN}
         seen["listens"] = sorted(listening)
