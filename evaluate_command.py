@@ -98,7 +98,11 @@ def policy_folder(run: Run, checkpoint: Path) -> Path:
         return checkpoint / "model"
     from .pretrained import export
 
-    merged = run.folder / "evaluations" / "merged" / checkpoint.name
+    try:
+        lineage = int(json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8"))["lineage"])
+    except (OSError, ValueError, KeyError, TypeError):
+        lineage = 0  # the export says what is wrong with it
+    merged = run.folder / "evaluations" / "merged" / f"lineage-{lineage:03d}" / checkpoint.name
     if not merged.is_dir():
         export(run.checkpoints_folder, int(checkpoint.name[1:]), merged)
     return merged

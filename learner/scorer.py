@@ -16,7 +16,7 @@ from ..buffer.curve import client_keys
 from ..buffer.manifest import Manifest
 from ..configs.schema import FolderModel
 from ..errors import ConfigError
-from .checkpoint import read_checkpoint
+from .checkpoint import Checkpoint, read_checkpoint
 from .evaluations import row_of
 from .publisher import Publisher
 
@@ -26,6 +26,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.1
+
+
+def scored_checkpoint(model_folder: Path) -> Checkpoint:
+    """The checkpoint whose policy ``model_folder`` holds, every byte of it checked: the one it lies in, or the one it was merged from.
+
+    Raises :class:`CheckpointError` where it is damaged.
+    """
+    if model_folder.name == "model":
+        return read_checkpoint(model_folder.parent)
+    return read_checkpoint(model_folder.parents[3] / "checkpoints" / model_folder.name)
 
 
 def score(run: Run, stop: threading.Event) -> None:
@@ -41,7 +51,7 @@ def score(run: Run, stop: threading.Event) -> None:
     if not isinstance(run.config.model, FolderModel):
         raise ConfigError("a scorer takes its model from a checkpoint; start it with rollstream evaluate")
     folder = Path(run.config.model.path)
-    checkpoint = read_checkpoint(folder.parent)
+    checkpoint = scored_checkpoint(folder)
     model = models.load_policy(folder, device="cpu")
     publisher = Publisher(publish_to(run, run.config.evaluators().num), model, folder)
     try:

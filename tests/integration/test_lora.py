@@ -32,6 +32,7 @@ from rollstream.learner.loop import learn_from, start
 from rollstream.learner.policy import Policy
 from rollstream.learner.publisher import digest_of, published_tensors
 from rollstream.learner.replay import replay
+from rollstream.learner.scorer import scored_checkpoint
 from rollstream.pretrained import export
 
 ADAPTERS = "learner.policy.lora={rank: 4, alpha: 8}"
@@ -165,6 +166,7 @@ def test_an_export_is_a_plain_folder_of_the_merged_policy_and_an_adapter_one_tha
 def test_an_evaluation_scores_the_merged_policy(run: Run) -> None:
     folder = policy_folder(run, run.checkpoints_folder / "v000004")
     assert policy_folder(run, run.checkpoints_folder / "v000004") == folder
+    assert scored_checkpoint(folder).folder == run.checkpoints_folder / "v000004"
     assert torch.allclose(logits(models.load_policy(models.check_model_folder(folder))), logits(start(run, threading.Event()).policy.model), atol=1e-5)
 
 
