@@ -7,7 +7,8 @@ one again changes nothing, another value is refused. On the disk:
     amendments/000001.arrows   Arrow IPC streams of :data:`AMENDMENTS`, frame by frame as they came, with the checksums of the stream's own frames
     ledger.sqlite              the same values with where they lie, in the transaction that acknowledges them
 
-Should the machine lose power after the ledger reached the disk and before the log did, the log's part is written again from the ledger.
+Should the machine lose power after the ledger reached the disk and before the log did, the log's part is written again from the ledger. How long they stay is
+said in ``amendment_files``.
 """
 
 # pyarrow ships no types
@@ -18,17 +19,19 @@ from __future__ import annotations
 import itertools
 import logging
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import pyarrow as pa
 
-from ..errors import DataRefused, Refused
+from ..errors import Corrupt, DataRefused, Refused
 from . import wire
+from .amendment_files import AmendmentFiles, recover_amendment_files, sealed_files
 from .columns import aligned, frame_checksum, from_frame, to_frame
 from .ledger import Ledger
-from .log import Location, Log
+from .log import Location, Log, segment_path
+from .sealed import Sealed, SealedFile, file_checksum, sealed_path
 
 logger = logging.getLogger(__name__)
 
@@ -106,11 +109,15 @@ def decode_amendments(frame: pa.Buffer, checksum: int) -> list[Amendment]:
     batch = from_frame(frame, checksum, AMENDMENTS)
     if batch.num_rows == 0 or any(column.null_count for column in batch.columns):
         raise DataRefused("amendments without rows, or with nulls; each names its row, a column and a value")
-    found = [Amendment(*row.values()) for row in batch.to_pylist()]
+    found = _amendments_of(batch)
     for amendment in found:
         if not _COLUMN.fullmatch(amendment.column) or amendment.segment < WHOLE:
             raise DataRefused(f"{amendment.name[:120]} has no proper column name, or segment {amendment.segment} below {WHOLE}")
     return found
+
+
+def _amendments_of(batch: pa.RecordBatch) -> list[Amendment]:
+    return [Amendment(*row.values()) for row in batch.to_pylist()]
 
 
 class Amendable(Protocol):
@@ -126,17 +133,22 @@ class Amendments:
         self._ledger = ledger
         self._log = Log(folder, segment_bytes=segment_bytes, schema_message=AMENDMENTS_MESSAGE)
         try:
+            sealed = recover_amendment_files(folder, ledger)
+            self.files = AmendmentFiles(folder, ledger)
             self._next_id = next(ledger.rows("SELECT ifnull(max(append_id), 0) FROM amendments"))[0] + 1
-            self._recover()
+            self._recover(sealed)
+            self.files.load()
         except BaseException:
             self._log.close()
             raise
 
-    def _recover(self) -> None:
-        ends = dict(self._ledger.rows("SELECT file, max(offset + size_bytes) FROM amendments GROUP BY file"))
+    def _recover(self, sealed: set[int]) -> None:
+        known = dict(self._ledger.rows("SELECT file, max(offset + size_bytes) FROM amendments GROUP BY file"))
+        ends = {file: end for file, end in known.items() if file not in sealed}
         query = "SELECT DISTINCT append_id, file, offset, size_bytes, checksum FROM amendments WHERE file > ? ORDER BY append_id"
-        newest = [(row[0], Location(row[1], row[2], row[3], int(row[4], 16))) for row in self._ledger.rows(query, (max(ends, default=0) - _RECHECKED,))]
-        self._log.start_after(max(ends, default=0))
+        found = self._ledger.rows(query, (max(ends, default=0) - _RECHECKED,))
+        newest = [(row[0], Location(row[1], row[2], row[3], int(row[4], 16))) for row in found if row[1] not in sealed]
+        self._log.start_after(max(known, default=0))
         for append_id in self._log.recover(ends, newest):
             rows = self._ledger.rows(f"SELECT {_FIELDS} FROM amendments WHERE append_id = ?", (append_id,))  # noqa: S608 - our own names
             frame = encode_amendments([Amendment(*row) for row in rows])
@@ -178,6 +190,16 @@ class Amendments:
         self._next_id += 1
         for amendment in amendments:
             self._ledger.write("INSERT INTO amendments VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", (*amendment, *place))
+            self.files.holds(location.segment, amendment.group_id, amendment.member)
+
+    @property
+    def first_open(self) -> int:
+        """Files with a lower number are closed."""
+        return self._log.first_open
+
+    def cut(self) -> None:
+        """Ends the open file: what comes goes into another."""
+        self._log.cut()
 
     def flush(self) -> None:
         """Hands what was taken to the kernel. Raises what :meth:`Log.flush` raises."""
@@ -196,19 +218,60 @@ class Amendments:
         self._log.close()
 
 
-def read_amendments(folder: Path, ledger: Ledger) -> Iterable[tuple[int, list[Amendment] | str]]:
-    """Every recorded append of amendments from the log: its id, and its amendments or what is wrong with them."""
-    query = "SELECT DISTINCT append_id, file, offset, size_bytes, checksum FROM amendments ORDER BY append_id"
-    for file, rows in itertools.groupby(list(ledger.rows(query)), key=lambda row: row[1]):
-        path = folder / f"{file:06d}.arrows"
-        data = path.read_bytes() if path.is_file() else b""
-        for append_id, _, offset, size_bytes, checksum in rows:
-            try:
-                yield append_id, decode_amendments(pa.py_buffer(data[offset : offset + size_bytes]), int(checksum, 16))
-            except Exception as error:  # noqa: BLE001 - whatever a damaged file brings
-                yield append_id, f"{path.name} at {offset}: {error}"
+class Place(NamedTuple):
+    """Where an append of amendments was written."""
+
+    append_id: int
+    file: int
+    offset: int
+    size_bytes: int
+    checksum: str
 
 
-def recorded_amendments(ledger: Ledger) -> list[Amendment]:
-    """Every amendment the ledger records, in the order they came."""
-    return [Amendment(*row) for row in ledger.rows(f"SELECT {_FIELDS} FROM amendments ORDER BY append_id, group_id, member, column")]  # noqa: S608 - our own names
+def places(ledger: Ledger) -> list[Place]:
+    """Where every recorded append of amendments was written, in order."""
+    return [Place(*row) for row in ledger.rows("SELECT DISTINCT append_id, file, offset, size_bytes, checksum FROM amendments ORDER BY append_id")]
+
+
+def read_amendments(folder: Path, ledger: Ledger, recorded: Iterable[Place]) -> Iterator[tuple[int, list[Amendment] | str]]:
+    """These appends of amendments from their files, original or sealed: the id of each, and its amendments or what is wrong with them.
+
+    What retention removed meanwhile is left out; to be called outside a snapshot of the ledger.
+    """
+    for file, found in itertools.groupby(recorded, key=lambda place: place.file):
+        yield from _read_file(folder, ledger, file, list(found))
+
+
+def _read_file(folder: Path, ledger: Ledger, file: int, found: list[Place]) -> Iterator[tuple[int, list[Amendment] | str]]:
+    path, sealed = segment_path(folder, file), None
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        data, path = b"", sealed_path(folder, file)
+        try:
+            sealed = _whole(path, sealed_files(ledger).get(file))
+        except (Corrupt, FileNotFoundError) as error:
+            if next(ledger.rows("SELECT 1 FROM amendments WHERE file = ?", (file,)), None) is not None:
+                yield from ((place.append_id, str(error)) for place in found)
+            return
+    for place in found:
+        try:
+            if sealed is None:
+                yield place.append_id, decode_amendments(pa.py_buffer(data[place.offset : place.offset + place.size_bytes]), int(place.checksum, 16))
+            else:
+                yield place.append_id, _amendments_of(sealed.read(place.offset))
+        except Exception as error:  # noqa: BLE001 - whatever a damaged file brings
+            yield place.append_id, f"{path.name} at {place.offset}: {error}"
+
+
+def _whole(path: Path, known: SealedFile | None) -> Sealed:
+    """A sealed file that is the one the ledger recorded."""
+    if known is None or file_checksum(path) != known.checksum:
+        raise Corrupt(f"{path.name} is not what the ledger recorded")
+    return Sealed(path, AMENDMENTS)
+
+
+def recorded_amendments(ledger: Ledger) -> list[tuple[int, Amendment]]:
+    """Every amendment the ledger records, in the order they came, with the append that brought it."""
+    query = f"SELECT append_id, {_FIELDS} FROM amendments ORDER BY append_id, group_id, member, column"  # noqa: S608 - our own names
+    return [(row[0], Amendment(*row[1:])) for row in ledger.rows(query)]

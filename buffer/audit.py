@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import RunFolderError
-from .amendments import REWARD, Amendment, read_amendments, recorded_amendments
+from .amendments import REWARD, Amendment, places, read_amendments, recorded_amendments
 from .audit_evaluations import check_evaluated, close_evaluations
 from .audit_log import Column, Rows, read_log
 from .audit_report import AuditReport, EnvBias, note
@@ -55,7 +56,9 @@ def audit(folder: Path) -> AuditReport:
             claims = close_evaluations(ledger, report)
             rows_recorded = dict(ledger.rows("SELECT append_id, num_rows FROM appends"))
             blobs: dict[str, int] = dict(ledger.rows("SELECT digest, size_bytes FROM blobs"))
-            amended = _check_amendments(folder / "amendments", ledger, report)
+            amendments, lie_at = recorded_amendments(ledger), places(ledger)
+            held = {(row[0], row[1], row[2]): row[3] for row in ledger.rows("SELECT group_id, member, attempt, reward FROM members")} if amendments else {}
+        amended = _check_amendments(read_amendments(folder / "amendments", ledger, lie_at), amendments, held, report)
         rows = read_log(folder / "stream", ledger, appends, rows_recorded, report)
         _check_blobs(folder / "blobs", ledger, blobs, rows.digests, report)
     finally:
@@ -159,24 +162,36 @@ def refusals(ledger: Ledger) -> dict[str, int]:
     return {name.removeprefix("refused_"): count for name, count in sorted(counters.items()) if name.startswith("refused_")}
 
 
-def _check_amendments(folder: Path, ledger: Ledger, report: AuditReport) -> dict[int, float]:
-    """Every amendment lies in its log as the ledger says, and every reward that came later is its member's; gives those, by key of the member."""
-    recorded = recorded_amendments(ledger)
+def _check_amendments(
+    logged: Iterable[tuple[int, list[Amendment] | str]],
+    recorded: list[tuple[int, Amendment]],
+    held: Mapping[tuple[int, int, int], float | None],
+    report: AuditReport,
+) -> dict[int, float]:
+    """Every amendment lies in its file as the ledger says, and every reward that came later is its member's; gives those, by key of the member.
+
+    ``held`` are rewards by (group, member, attempt). What retention removed while the audit ran is not asked for.
+    """
+    found: dict[int, set[Amendment]] = {}
+    for append_id, amendments in logged:
+        if isinstance(amendments, str):
+            note(report, [f"amendments {amendments}"])
+        found[append_id] = set() if isinstance(amendments, str) else set(amendments)
     report.num_amendments = len(recorded)
-    logged: set[Amendment] = set()
-    for _, found in read_amendments(folder, ledger):
-        if isinstance(found, str):
-            note(report, [f"amendments {found}"])
-        else:
-            logged.update(found)
-    note(report, [f"the amendment of {amendment.name} is not in its log as the ledger has it" for amendment in recorded if amendment not in logged])
-    rewards = {(amendment.group_id, amendment.member): amendment.value for amendment in recorded if amendment.column == REWARD}
-    held = {(group_id, member): reward for group_id, member, reward in ledger.rows("SELECT group_id, member, reward FROM members")} if rewards else {}
     note(
         report,
-        [f"group {key[0]} member {key[1]} has reward {held.get(key)}, amended was {reward}" for key, reward in rewards.items() if held.get(key) != reward],
+        [
+            f"the amendment of {amendment.name} is not in its log as the ledger has it"
+            for append_id, amendment in recorded
+            if append_id in found and amendment not in found[append_id]
+        ],
     )
-    return {group_id * _MEMBERS + member: reward for (group_id, member), reward in rewards.items()}
+    rewards = {amendment[1:3]: amendment for _, amendment in recorded if amendment.column == REWARD and (*amendment[1:3], amendment.attempt) in held}
+    for (group_id, member), amendment in rewards.items():
+        reward = held[group_id, member, amendment.attempt]
+        if reward != amendment.value:
+            note(report, [f"group {group_id} member {member} has reward {reward}, amended was {amendment.value}"])
+    return {group_id * _MEMBERS + member: amendment.value for (group_id, member), amendment in rewards.items()}
 
 
 def _count_endings(ledger: Ledger, report: AuditReport) -> Ints:

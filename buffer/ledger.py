@@ -80,6 +80,7 @@ class Ledger:
                         f"{self.path} has {key} {found[key]}, this version of Rollstream has {wanted[key]}; use the version that wrote it, or a new run"
                     )
         self.synced_append_id = int(self.meta("synced_append_id") or 0)
+        self._note_removed()
 
     # --- transactions ---------------------------------------------------------------------------------------------------------------
 
@@ -314,8 +315,13 @@ class Ledger:
         self.write("INSERT OR REPLACE INTO segments VALUES(?, ?, ?, ?, ?, 0)", sealed)
 
     def remove_segment(self, segment: int) -> None:
-        """Records that retention removed a sealed segment."""
+        """Records that retention removed a sealed segment, the oldest that was left."""
         self.write("UPDATE segments SET removed = 1 WHERE segment = ?", (segment,))
+        self._note_removed()
+
+    def _note_removed(self) -> None:
+        self.removed_up_to: int = next(self.rows("SELECT ifnull(max(last_append_id), 0) FROM segments WHERE removed = 1"))[0]
+        """The last append whose rows retention removed; 0 where it removed none."""
 
     def next_segment(self, last_append_id: int) -> list[StoredAppend]:
         """Every append of the segment that begins after ``last_append_id``; empty where none does."""

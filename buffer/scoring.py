@@ -84,6 +84,8 @@ class Scoring(Leases):
         member = next((member for member in members if member.member == amendment.member), None)
         if member is None or (member.lineage, member.attempt) != (amendment.lineage, amendment.attempt):
             raise Refused("unknown_group", f"{amendment.name} in lineage {amendment.lineage}: no such row is committed")
+        if member.append_id <= self.ledger.removed_up_to:
+            raise Refused("too_late", f"{amendment.name}: its rows were removed by retention (buffer.keep_gb)")
         if not math.isfinite(amendment.value):
             raise Refused("malformed", f"{amendment.name} is {amendment.value}: only finite numbers are kept")
         if amendment.column != REWARD:

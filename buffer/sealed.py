@@ -2,6 +2,8 @@
 
     stream/000001.parquet   the rows of 000001.arrows in their order, zstd, row groups of whole appends, a checksum in every page
 
+Amendments are sealed in the same way, with their own ``schema``.
+
 The footer holds an index: (offset, number of rows) of each append, in order. :func:`seal` writes under a temporary name, compares every row with the
 original, flushes to the disk and takes the name by one rename; the original stays until the ledger knows of the copy (see ``sealer``).
 """
@@ -60,7 +62,7 @@ def sealed_path(folder: Path, segment: int) -> Path:
 # --- write --------------------------------------------------------------------------------------------------------------------------
 
 
-def seal(source: Path, target: Path, appends: Sequence[StoredAppend], cancelled: threading.Event) -> SealedFile | None:
+def seal(source: Path, target: Path, appends: Sequence[StoredAppend], cancelled: threading.Event, schema: pa.Schema = SCHEMA) -> SealedFile | None:
     """Writes the recorded ``appends`` of the segment ``source`` as Parquet to ``target``; None where ``cancelled`` was set first.
 
     Raises:
@@ -70,7 +72,7 @@ def seal(source: Path, target: Path, appends: Sequence[StoredAppend], cancelled:
     """
     temporary = target.with_name(target.stem + TEMPORARY)
     try:
-        if not _write(source, temporary, appends, cancelled) or not _compare(source, temporary, appends, cancelled):
+        if not _write(source, temporary, appends, cancelled, schema) or not _compare(source, temporary, appends, cancelled, schema):
             return None
         checksum = file_checksum(temporary)
         for path in (temporary, temporary.parent):
@@ -83,27 +85,27 @@ def seal(source: Path, target: Path, appends: Sequence[StoredAppend], cancelled:
     return SealedFile(int(target.stem), appends[-1].append_id, size_bytes, checksum, sum(append.num_rows for append in appends))
 
 
-def _write(source: Path, temporary: Path, appends: Sequence[StoredAppend], cancelled: threading.Event) -> bool:
+def _write(source: Path, temporary: Path, appends: Sequence[StoredAppend], cancelled: threading.Event, plain: pa.Schema) -> bool:
     index = json.dumps([(append.offset, append.num_rows) for append in appends])
-    schema = SCHEMA.with_metadata({**SCHEMA.metadata, _INDEX: index})
+    schema = plain.with_metadata({**plain.metadata, _INDEX: index})
     with (
         pa.OSFile(str(temporary), "wb") as sink,
         pq.ParquetWriter(sink, schema, compression="zstd", compression_level=3, write_page_checksum=True, use_compliant_nested_type=False) as writer,
     ):
-        for batches in _row_groups(source, appends):
+        for batches in _row_groups(source, appends, plain):
             if cancelled.is_set():
                 return False
-            table = pa.Table.from_batches(batches, SCHEMA).replace_schema_metadata(schema.metadata)
+            table = pa.Table.from_batches(batches, plain).replace_schema_metadata(schema.metadata)
             writer.write_table(table, row_group_size=max(1, table.num_rows))
     return True
 
 
-def _compare(source: Path, temporary: Path, appends: Sequence[StoredAppend], cancelled: threading.Event) -> bool:
-    sealed = Sealed(temporary)
-    for number, batches in enumerate(_row_groups(source, appends)):
+def _compare(source: Path, temporary: Path, appends: Sequence[StoredAppend], cancelled: threading.Event, schema: pa.Schema) -> bool:
+    sealed = Sealed(temporary, schema)
+    for number, batches in enumerate(_row_groups(source, appends, schema)):
         if cancelled.is_set():
             return False
-        stored, found = pa.Table.from_batches(batches, SCHEMA), sealed.row_group(number)
+        stored, found = pa.Table.from_batches(batches, schema), sealed.row_group(number)
         # the second comparison is for values that are not numbers, which equal nothing
         if not stored.equals(found) and repr(stored.to_pylist()) != repr(found.to_pylist()):
             raise Corrupt(f"{temporary.name}: row group {number} read back differs from {source.name}; the segment stays as it is")
@@ -111,14 +113,14 @@ def _compare(source: Path, temporary: Path, appends: Sequence[StoredAppend], can
     return True
 
 
-def _row_groups(source: Path, appends: Sequence[StoredAppend]) -> Iterator[list[pa.RecordBatch]]:
+def _row_groups(source: Path, appends: Sequence[StoredAppend], schema: pa.Schema) -> Iterator[list[pa.RecordBatch]]:
     """Whole appends, checked, about eight megabytes at a time."""
     mapped = pa.memory_map(str(source))
     batches: list[pa.RecordBatch] = []
     size_bytes = 0
     for append in appends:
         mapped.seek(append.offset)
-        batches.append(from_frame(mapped.read_buffer(append.size_bytes), append.checksum))
+        batches.append(from_frame(mapped.read_buffer(append.size_bytes), append.checksum, schema))
         size_bytes += append.size_bytes
         if size_bytes >= _ROW_GROUP_BYTES:
             yield batches
@@ -147,8 +149,9 @@ class Sealed:
 
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, schema: pa.Schema = SCHEMA) -> None:
         self.path = path
+        self._schema = schema
         try:
             self._file = pq.ParquetFile(path, memory_map=True, page_checksum_verification=True)
             self.index: list[tuple[int, int]] = [(offset, num_rows) for offset, num_rows in json.loads(self._file.metadata.metadata[_INDEX])]
@@ -187,7 +190,7 @@ class Sealed:
         return pa.concat_batches(batches)
 
     def row_group(self, number: int) -> pa.Table:
-        """One row group, in the schema of the stream.
+        """One row group, in its schema.
 
         Raises:
             Corrupt: a page does not match its checksum.
@@ -195,7 +198,7 @@ class Sealed:
         """
         try:
             table = self._file.read_row_group(number, use_threads=False)
-            return table.replace_schema_metadata(SCHEMA.metadata).cast(SCHEMA)
+            return table.replace_schema_metadata(self._schema.metadata).cast(self._schema)
         except (pa.ArrowException, OSError, ValueError) as error:
             raise Corrupt(f"{self.path} row group {number}: {error}; run `rollstream audit` for the extent") from error
 

@@ -7,7 +7,7 @@ stays as it came, in frames that go out without being decoded. Only a redo reads
 
 So at any instant the original or a recorded copy is whole. :func:`recover_sealed` clears what a kill left: a copy the ledger does not know, an original it no
 longer needs. With ``buffer.keep_gb`` the oldest sealed segments are removed, in order, the ledger first, while the stream is larger and the oldest checkpoint
-that a run can resume from lies behind all their groups.
+that a run can resume from lies behind all their groups. Amendments are sealed and removed with the rows they are about (see ``amendment_files``).
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 from ..configs.run_folder import Run
 from ..errors import Corrupt
+from .amendment_files import discard, seal_files
+from .amendments import AMENDMENTS, Amendments
 from .blob_store import BlobStore
 from .books import Books
 from .ledger import Ledger
@@ -38,11 +40,20 @@ _NICENESS = 10
 _RETRY_S = 60.0
 
 
+class _Done(NamedTuple):
+    """What one job of the thread sealed."""
+
+    segment: SealedFile
+    amendments: list[SealedFile]
+
+
 class Sealer:
     """Seals and removes segments beside the buffer's loop; every write to the ledger is made by the loop, between :meth:`record` and :meth:`recorded`."""
 
-    def __init__(self, run: Run, books: Books, log: Log, blobs: BlobStore) -> None:
+    def __init__(self, run: Run, books: Books, log: Log, blobs: BlobStore, amendments: Amendments) -> None:
         self._run = run
+        self._amendments = amendments
+        self._closed_amendments = amendments.first_open
         self._blobs = blobs
         self._books = books
         self._log = log
@@ -52,7 +63,7 @@ class Sealer:
         self._last_append_id = max((sealed.last_append_id for sealed, _ in books.ledger.segments()), default=0)
         self._cancelled = threading.Event()
         self._pool = ThreadPoolExecutor(1, "seal")
-        self._job: Future[SealedFile | None] | None = None
+        self._job: Future[_Done | None] | None = None
         self._seen: tuple[object, ...] = ()
         self._superfluous: list[Path] = []
         self._not_before = 0.0
@@ -63,8 +74,9 @@ class Sealer:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._cancelled.set()
         self._pool.shutdown()
-        if self._job is not None and self._job.exception() is None and (sealed := self._job.result()) is not None:
-            sealed_path(self._run.stream_folder, sealed.segment).unlink(missing_ok=True)  # no round recorded it: the original stands, the next start seals anew
+        if self._job is not None and self._job.exception() is None and (done := self._job.result()) is not None:
+            discard(self._run.stream_folder, [done.segment])  # no round recorded it: the original stands, the next start seals anew
+            discard(self._run.amendments_folder, done.amendments)
 
     def record(self) -> None:
         """Enters into the open round what was sealed and what retention removes, and looks for the next segment where anything has changed."""
@@ -80,6 +92,7 @@ class Sealer:
 
     def recorded(self) -> None:
         """The round was committed: removes the files it made superfluous."""
+        self._closed_amendments = self._amendments.first_open
         if self._superfluous:
             self._books.ledger.flush_to_disk()
             for path in self._superfluous:
@@ -98,23 +111,26 @@ class Sealer:
         unsynced = ledger.segment_after(ledger.synced_append_id)
         if unsynced is not None and unsynced <= segment:
             return
-        self._job = self._pool.submit(self._seal, segment, self._last_append_id)
+        self._amendments.cut()
+        self._job = self._pool.submit(self._seal, segment, self._last_append_id, self._amendments.files.unsealed(self._closed_amendments))
 
-    def _seal(self, segment: int, after: int) -> SealedFile | None:
-        """In the thread: reads the ledger through a connection of its own."""
+    def _seal(self, segment: int, after: int, amended: dict[int, int]) -> _Done | None:
+        """In the thread: reads the ledger through a connection of its own. ``amended`` are closed files of amendments, with the newest row of each."""
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         ledger = Ledger(self._run.ledger_path, None, read_only=True)
         try:
-            appends = ledger.next_segment(after)
+            appends, folder = ledger.next_segment(after), self._run.stream_folder
+            sealed = seal(segment_path(folder, segment), sealed_path(folder, segment), appends, self._cancelled)
+            if sealed is None:
+                return None
+            return _Done(sealed, seal_files(self._run.amendments_folder, ledger, amended, sealed.last_append_id, self._cancelled, AMENDMENTS))
         finally:
             ledger.close()
-        folder = self._run.stream_folder
-        return seal(segment_path(folder, segment), sealed_path(folder, segment), appends, self._cancelled)
 
-    def _finish(self, job: Future[SealedFile | None]) -> None:
+    def _finish(self, job: Future[_Done | None]) -> None:
         try:
-            sealed = job.result()
+            done = job.result()
         except Corrupt as error:
             logger.warning("event=not_sealed reason=%r remedy='rollstream audit'", str(error))  # nor will any later one be: the order is kept
             self._not_before = float("inf")
@@ -123,7 +139,8 @@ class Sealer:
             logger.warning("event=not_sealed reason=%r tried_again_in_s=%g", str(error), _RETRY_S)
             self._not_before = time.monotonic() + _RETRY_S
             return
-        if sealed is not None:
+        if done is not None:
+            sealed = done.segment
             original = segment_path(self._run.stream_folder, sealed.segment)
             logger.info(
                 "event=sealed segment=%d from_bytes=%d to_bytes=%d rows=%d", sealed.segment, original.stat().st_size, sealed.size_bytes, sealed.num_rows
@@ -131,7 +148,7 @@ class Sealer:
             self._books.ledger.put_segment(sealed)
             self._kept[sealed.segment] = sealed
             self._last_append_id = sealed.last_append_id
-            self._superfluous.append(original)
+            self._superfluous += [original, *(self._amendments.files.put(one) for one in done.amendments)]
 
     def _needed_from(self, version: int) -> int:
         """The first segment with rows that a batch beyond ``version`` may hold."""
@@ -142,7 +159,8 @@ class Sealer:
     # --- retention ------------------------------------------------------------------------------------------------------------------
 
     def _remove_oldest(self, keep_bytes: int) -> None:
-        excess = sum(path.stat().st_size for path in self._run.stream_folder.iterdir()) + self._blobs.num_bytes - keep_bytes
+        stream_bytes = sum(path.stat().st_size for path in self._run.stream_folder.iterdir())
+        excess = stream_bytes + self._blobs.num_bytes + self._amendments.files.num_bytes() - keep_bytes
         if excess <= 0 or not self._kept:
             return
         needed_from = self._needed_from(min(self._oldest_checkpoint(), self._books.version))
@@ -154,6 +172,7 @@ class Sealer:
             self._superfluous.append(sealed_path(self._run.stream_folder, segment))
             del self._kept[segment]
             excess -= sealed.size_bytes + self._blobs.remove_up_to(sealed.last_append_id)
+        self._superfluous += self._amendments.files.remove(self._closed_amendments, self._books.ledger.removed_up_to)
 
     def _oldest_checkpoint(self) -> int:
         """The oldest version a run may resume from; the first checkpoint may also be kept beyond that, as a reference."""

@@ -76,7 +76,7 @@ def _serve(run: Run, handlers: Handlers, stop: threading.Event) -> None:
         zmq.Context() as context,
         _router(context) as socket,
         Gate(context, socket, buffer_keys(run), handlers.count_refusal) as gate,
-        Sealer(run, handlers.books, handlers.log, handlers.blobs) as sealer,
+        Sealer(run, handlers.books, handlers.log, handlers.blobs, handlers.amendments) as sealer,
     ):
         _bind(socket, run)
         leased, version = handlers.books.num_leased, handlers.books.version

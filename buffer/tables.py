@@ -3,7 +3,7 @@
 ``groups`` are leases and what became of them; ``members`` the attempts that won; ``failures`` attempts that are played again, with their reason; ``unplayed``
 members that a group was closed without, at its deadline, with length and reward where they came late; ``tasks`` the environments with their weights, and
 from which of its leases on (``since``) how many tasks each has, null where there is no end to them; ``forks`` where each
-lineage but the first began; ``amendments`` what was said of rows after they had been stored.
+lineage but the first began; ``amendments`` what was said of rows after they had been stored, ``amendment_files`` which of its files are sealed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from .types import GroupState
 
-LEDGER_VERSION = 7
+LEDGER_VERSION = 8
 """Of the tables below and of those of evaluations: another one's ledger is refused."""
 
 TABLES = """
@@ -35,6 +35,9 @@ CREATE TABLE IF NOT EXISTS amendments(
     column TEXT NOT NULL, value REAL NOT NULL, source TEXT NOT NULL, written_at REAL NOT NULL,
     append_id INTEGER NOT NULL, file INTEGER NOT NULL, offset INTEGER NOT NULL, size_bytes INTEGER NOT NULL, checksum TEXT NOT NULL,
     PRIMARY KEY(group_id, member, attempt, segment, column)) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS amendments_by_file ON amendments(file);
+CREATE TABLE IF NOT EXISTS amendment_files(
+    file INTEGER PRIMARY KEY, last_append_id INTEGER NOT NULL, size_bytes INTEGER NOT NULL, checksum TEXT NOT NULL, num_rows INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS tasks(place INTEGER PRIMARY KEY, env_id TEXT NOT NULL, weight REAL NOT NULL, num_tasks INTEGER, since INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS appends(
     append_id INTEGER PRIMARY KEY, segment INTEGER NOT NULL, offset INTEGER NOT NULL, size_bytes INTEGER NOT NULL, checksum TEXT NOT NULL,

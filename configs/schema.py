@@ -123,7 +123,7 @@ class Buffer(Section):
     segment_mb: int = Field(default=256, ge=1, le=65_536)
     """Size at which a segment of the log is closed and the next one opened."""
     keep_gb: float | None = Field(default=None, gt=0)
-    """Above this size the oldest rows of the stream that no checkpoint can need again are removed; null keeps everything."""
+    """Above this size the oldest rows of the stream that no checkpoint can need again go, with images and amendments; null keeps everything."""
 
 
 # --- weights ------------------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -9,63 +10,18 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from rollstream.buffer.amendments import AMENDMENTS, REWARD, WHOLE, Amendment, Amendments, decode_amendments, encode_amendments, read_amendments
-from rollstream.buffer.books import Books
+from rollstream.buffer.amendments import AMENDMENTS, REWARD, WHOLE, Amendment, Amendments, decode_amendments, encode_amendments
 from rollstream.buffer.columns import frame_checksum
-from rollstream.buffer.facts import Fact
-from rollstream.buffer.ledger import Ledger
-from rollstream.buffer.window import Rules
-from rollstream.buffer.wire import Lease
 from rollstream.errors import Corrupt, DataRefused, Refused
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "amendments_v1.json"
-RULES = Rules(
-    batch_groups=1, group_size=2, depth=0, max_lag=0, max_refill=0, max_infra_attempts=1, max_env_attempts=1, overlong=None, exclude_truncated=False,
-    envs=(("demo/A-v0", 1.0),), seed=7, versions=99, score_timeout_s=60.0,
-)  # fmt: skip
 
-
-def played(lease: Lease, member: int, reward: float | None = None, **changes: Any) -> Fact:
-    return Fact(0, lease.group_id, member, lease.attempt, reward, "terminated", "terminated", 9, 5, 0, 0, 0, 1)._replace(**changes)
-
-
-def score(lease: Lease, member: int, value: float = 1.0, **changes: Any) -> Amendment:
-    return Amendment(0, lease.group_id, member, WHOLE, lease.attempt, REWARD, value, "judge", 100.0)._replace(**changes)
-
-
-class Stream:
-    """Books and amendments over one ledger."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.ledger = Ledger(folder / "ledger.sqlite", "run-a")
-        self.amendments = Amendments(folder / "amendments", self.ledger, segment_bytes=4000)
-        self.books = Books(self.ledger, RULES)
-
-    def amend(self, *amendments: Amendment) -> int:
-        new = self.books.amend(amendments, self.amendments.known)
-        if new:
-            self.amendments.store(new)
-        self.amendments.flush()
-        self.books.save_counters()
-        self.ledger.commit()
-        return len(new)
-
-    def lease(self) -> Lease:
-        lease = self.books.grant("actor-0", 0.0)
-        assert lease is not None
-        return lease
-
-    def logged(self) -> list[Amendment]:
-        return [amendment for _, found in read_amendments(self.folder / "amendments", self.ledger) for amendment in found if isinstance(amendment, Amendment)]
-
-    def close(self) -> None:
-        self.amendments.close()
-        self.ledger.close()
-
-    def reopened(self) -> Stream:
-        self.close()
-        return Stream(self.folder)
+_spec = importlib.util.spec_from_file_location("amended", Path(__file__).with_name("amended.py"))
+assert _spec is not None
+assert _spec.loader is not None
+amended: Any = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(amended)
+Stream, played, score = amended.Stream, amended.played, amended.score
 
 
 @pytest.fixture
@@ -78,7 +34,7 @@ def stream(tmp_path: Path) -> Any:
 # --- waiting ------------------------------------------------------------------------------------------------------------------------
 
 
-def test_a_group_that_is_played_and_not_scored_waits_for_its_scores_and_is_leased_to_nobody(stream: Stream) -> None:
+def test_a_group_that_is_played_and_not_scored_waits_for_its_scores_and_is_leased_to_nobody(stream: Any) -> None:
     lease = stream.lease()
     stream.books.receive(played(lease, 0, 0.5), 1)
     stream.books.receive(played(lease, 1), 1)
@@ -92,7 +48,7 @@ def test_a_group_that_is_played_and_not_scored_waits_for_its_scores_and_is_lease
     assert [member.reward for member in stream.ledger.members(lease.group_id)] == [0.5, 0.25]
 
 
-def test_a_score_may_come_before_the_group_is_whole(stream: Stream) -> None:
+def test_a_score_may_come_before_the_group_is_whole(stream: Any) -> None:
     lease = stream.lease()
     stream.books.receive(played(lease, 0), 1)
     assert stream.amend(score(lease, 0)) == 1
@@ -101,7 +57,7 @@ def test_a_score_may_come_before_the_group_is_whole(stream: Stream) -> None:
     assert stream.books.counts["ready"] == 1
 
 
-def test_scores_that_do_not_come_leave_the_group_to_those_it_has_or_end_it(stream: Stream) -> None:
+def test_scores_that_do_not_come_leave_the_group_to_those_it_has_or_end_it(stream: Any) -> None:
     first = stream.lease()
     stream.books.receive(played(first, 0, 0.5), 1)
     stream.books.receive(played(first, 1), 1)
@@ -125,7 +81,7 @@ def test_scores_that_do_not_come_leave_the_group_to_those_it_has_or_end_it(strea
     assert stream.books.counters["scores_missing"] == 3
 
 
-def test_what_waits_still_waits_after_a_restart(stream: Stream) -> None:
+def test_what_waits_still_waits_after_a_restart(stream: Any) -> None:
     lease = stream.lease()
     for member in (0, 1):
         stream.books.receive(played(lease, member), 1)
@@ -145,7 +101,7 @@ def test_what_waits_still_waits_after_a_restart(stream: Stream) -> None:
 # --- what is taken ------------------------------------------------------------------------------------------------------------------
 
 
-def test_the_first_amendment_stands_the_same_again_is_known_and_another_value_is_refused_whole(stream: Stream) -> None:
+def test_the_first_amendment_stands_the_same_again_is_known_and_another_value_is_refused_whole(stream: Any) -> None:
     lease = stream.lease()
     stream.books.receive(played(lease, 0), 1)
     assert stream.amend(score(lease, 0, 0.5), score(lease, 0, 0.5, source="another judge")) == 1
@@ -166,7 +122,7 @@ def test_the_first_amendment_stands_the_same_again_is_known_and_another_value_is
         ({"segment": 0}, "a reward is of a whole trajectory"),
     ],
 )
-def test_amendments_of_what_is_not_there_or_cannot_be_are_refused(stream: Stream, changes: dict[str, Any], reason: str) -> None:
+def test_amendments_of_what_is_not_there_or_cannot_be_are_refused(stream: Any, changes: dict[str, Any], reason: str) -> None:
     lease = stream.lease()
     stream.books.receive(played(lease, 0), 1)
     with pytest.raises(Refused, match=reason):
@@ -174,7 +130,7 @@ def test_amendments_of_what_is_not_there_or_cannot_be_are_refused(stream: Stream
     assert stream.logged() == []
 
 
-def test_a_reward_is_taken_only_where_one_is_awaited_other_columns_at_any_time(stream: Stream) -> None:
+def test_a_reward_is_taken_only_where_one_is_awaited_other_columns_at_any_time(stream: Any) -> None:
     lease = stream.lease()
     stream.books.receive(played(lease, 0, 0.5), 1)
     stream.books.receive(played(lease, 1, status="failed", stop_reason="env"), 1)
@@ -188,7 +144,7 @@ def test_a_reward_is_taken_only_where_one_is_awaited_other_columns_at_any_time(s
 # --- on the disk --------------------------------------------------------------------------------------------------------------------
 
 
-def test_amendments_lie_in_segments_that_any_arrow_reader_opens(stream: Stream) -> None:
+def test_amendments_lie_in_segments_that_any_arrow_reader_opens(stream: Any) -> None:
     lease = stream.lease()
     stream.books.receive(played(lease, 0), 1)
     made = [score(lease, 0, 0.5), *(score(lease, 0, float(place), column=f"judge/{place}") for place in range(9))]
@@ -203,7 +159,7 @@ def test_amendments_lie_in_segments_that_any_arrow_reader_opens(stream: Stream) 
     stream.amendments = Amendments(stream.folder / "amendments", stream.ledger, segment_bytes=4000)
 
 
-def test_what_the_log_lost_with_the_power_is_written_again_from_the_ledger(stream: Stream) -> None:
+def test_what_the_log_lost_with_the_power_is_written_again_from_the_ledger(stream: Any) -> None:
     lease = stream.lease()
     stream.books.receive(played(lease, 0), 1)
     made = [score(lease, 0, 0.5), score(lease, 0, 0.9, column="judge/style")]
