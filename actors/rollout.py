@@ -76,6 +76,7 @@ class _Episode:
     lineage: int
     deadline: float
     started_at: float = field(default_factory=time.time)
+    began: float = field(default_factory=time.perf_counter)
     sampler_s: float = 0.0
     env_s: float = 0.0
     reward_parts: dict[str, float] = field(default_factory=dict[str, float])
@@ -206,7 +207,7 @@ class Player:
             messages=episode.record.transcript(),
             actor_id=self.actor_id,
             started_at=episode.started_at,
-            finished_at=time.time(),
+            finished_at=episode.started_at + time.perf_counter() - episode.began,  # whatever becomes of the clock on the wall
             sampler_s=episode.sampler_s,
             env_s=episode.env_s,
         )

@@ -27,9 +27,10 @@ import zmq.asyncio
 
 from ..errors import ConfigError, DeadlineExceeded, Refused
 from . import wire
+from .amendments import Amendment, encode_amendments
 from .appends import Appends
 from .blobs import Blob
-from .columns import SCHEMA_VERSION, Compression
+from .columns import SCHEMA_VERSION, Compression, frame_checksum
 from .curve import ClientKeys, Door
 from .types import Trajectory
 
@@ -209,6 +210,23 @@ class ActorClient:
 
         """
         await self._appends.append(trajectory, blobs)
+
+    async def amend(self, amendments: Sequence[Amendment]) -> wire.Amended:
+        """Returns once ``amendments`` are durable; all of them, or none. Saying the same again changes nothing.
+
+        So that an actor can score, or say more of, what it has appended: a reward that was left open (``reward`` None), any other column at any time.
+
+        Raises:
+            DataRefused: they do not fit their columns.
+            Refused: as :meth:`rollstream.buffer.client.ScorerClient.amend` does.
+
+        """
+        frame = encode_amendments(amendments)
+        answer = await self._appends.request(wire.Amend(len(amendments), frame_checksum(frame)), frame)
+        if isinstance(answer, wire.Refused):
+            raise Refused(answer.code, answer.reason)
+        assert isinstance(answer, wire.Amended)
+        return answer
 
     # --- the connection -------------------------------------------------------------------------------------------------------------
 

@@ -82,7 +82,7 @@ class Appends:
         self._finished_came = asyncio.Event()
         self._pending: dict[int, _Pending] = {}
         self._room = asyncio.Event()
-        self.blobs = BlobSender(self._request)
+        self.blobs = BlobSender(self.request)
 
     @property
     def num_unacknowledged_bytes(self) -> int:
@@ -148,7 +148,7 @@ class Appends:
             return []
         return [(wire.Append(len(taken), frame_checksum(frame)), frame, taken)]
 
-    async def _request(self, message: wire.ClientMessage, *payload: Any) -> wire.ServerMessage:
+    async def request(self, message: wire.ClientMessage, *payload: Any) -> wire.ServerMessage:
         """Says ``message`` until it is answered."""
         await self._welcome.wait()
         if payload:

@@ -85,7 +85,8 @@ class Books(Scoring):
                 self.counters[f"retries_{fact.stop_reason}"] += 1
                 group.failures[fact.member, fact.attempt] = fact.stop_reason
                 self.ledger.put_failure(fact.group_id, fact.member, fact.attempt, fact.stop_reason)
-                self._heard_of(group, fact.member)
+                if fact.attempt == group.row.attempt:  # else another plays it by now, and still owes it
+                    self._heard_of(group, fact.member)
                 return "retry"
         self._commit_member(group, fact, append_id)
         return "store"

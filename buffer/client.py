@@ -42,6 +42,7 @@ logger = logging.getLogger(__name__)
 
 _RESEND_S = 2.0
 _SLICE_S = 0.1
+_SLEPT_S = 2.0  # beyond a slice
 _BLOB_CACHE_BYTES = 256 * 2**20
 
 _encoder = msgspec.msgpack.Encoder()
@@ -92,7 +93,10 @@ class Connection:
             if time.monotonic() >= resend_at:
                 self._send(request_id, message, *payload)
                 resend_at = time.monotonic() + _RESEND_S
-            answer = self._receive(min(_SLICE_S, deadline - time.monotonic()))
+            asked = time.monotonic()
+            answer = self._receive(min(_SLICE_S, deadline - asked))
+            if (slept_s := time.monotonic() - asked - _SLICE_S) > _SLEPT_S:  # this process was stopped: that is no silence of the buffer
+                deadline += slept_s
             if answer is None and time.monotonic() >= deadline:
                 name, role = type(message).__name__, self._hello().role
                 raise DeadlineExceeded(f"the buffer at {self._endpoint} did not answer the {role}'s {name} for {timeout_s:g} s; is its process alive?")

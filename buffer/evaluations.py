@@ -203,6 +203,12 @@ class Evaluations:
         """Groups ``peer_id`` holds a lease of."""
         return frozenset(self._held.get(peer_id, ()))
 
+    def postpone(self, seconds: float) -> None:
+        """A time in which nothing could be taken in counts for no lease."""
+        for evaluation in self._open.values():
+            for group in evaluation.groups.values():
+                group.granted_at += seconds
+
     def awaits(self, group_id: int) -> bool:
         """Whether a group still waits for members."""
         return group_id in self._of_group
@@ -270,7 +276,8 @@ class Evaluations:
                 group.failures[fact.member, fact.attempt] = fact.stop_reason
                 values = (fact.group_id, fact.member, fact.attempt, fact.stop_reason)
                 self.ledger.write("INSERT OR IGNORE INTO evaluation_failures VALUES(?, ?, ?, ?)", values)
-                self._heard_of(group, fact.member)
+                if fact.attempt == group.row.attempt:  # else another plays it by now, and still owes it
+                    self._heard_of(group, fact.member)
                 return "retry"
         member = EvaluatedMember(
             *(fact.group_id, fact.member, fact.attempt, append_id, fact.reward, fact.status, fact.stop_reason),

@@ -10,6 +10,8 @@ another schema version is refused with a code and a reason, counted, and never s
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -39,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 Payload = Sequence[zmq.Frame]
 
+_AWAY_S = 5.0  # without a round: many times what the longest one takes
+
 _header = msgspec.msgpack.Decoder(wire.Envelope[msgspec.Raw])  # the message itself is decoded once protocol and run are known to be ours
 _message = msgspec.msgpack.Decoder(wire.ClientMessage)
 _encoder = msgspec.msgpack.Encoder()
@@ -65,6 +69,7 @@ class Handlers:
         self.hold: Hold | None = None
         self._stopping_since: float | None = None
         self._stop_reason = ""
+        self._ticked_at = math.inf
         self._handlers: dict[type[wire.Message], Callable[[Peer, Any, int, Payload, float], None]] = {
             wire.Credit: self._credit,
             wire.Append: self._append,
@@ -121,6 +126,10 @@ class Handlers:
 
         Nobody is called silent while messages still wait to be read (``drained`` false).
         """
+        if (away_s := now - self._ticked_at) > _AWAY_S:
+            logger.warning("event=buffer_was_away seconds=%.1f reason='its process was stopped, or its machine asleep'", away_s)
+            self._holders.postpone(away_s, now)
+        self._ticked_at = now
         if drained:
             for pushed in self._holders.expire(now):
                 self._push(*pushed)
@@ -167,7 +176,8 @@ class Handlers:
     def end_hold(self, hold: Hold) -> list[Sequence[zmq.Frame]]:
         """The round is committed: its answers may leave. Gives the messages that were put aside, to be received anew."""
         self.hold = None
-        self.books.postpone(hold.held_s)
+        self._ticked_at = time.monotonic()
+        self._holders.postpone(hold.held_s, self._ticked_at)
         self._outbox = [*hold.outbox, *self._outbox]
         return list(hold.put_aside.values())
 
@@ -237,7 +247,7 @@ class Handlers:
             raise Refused(
                 "wrong_schema", f"{hello.peer_id} writes schema version {hello.schema_version}, this buffer {SCHEMA_VERSION}; install the same version"
             )
-        if hello.role == "actor" and self.peers.was_replaced(hello.incarnation):
+        if hello.role in ("actor", "evaluator") and self.peers.was_replaced(hello.incarnation):
             raise Refused("replaced", f"another process is {hello.peer_id} by now; this one must end, or start again under a name of its own")
         self.books.tasks.announce(hello.tasks)
         if hello.role == "learner" and hello.version is not None:

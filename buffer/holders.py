@@ -58,6 +58,14 @@ class Holders:
         closed = [group_id for group_id in holding if not leases.awaits(group_id)]
         return wire.Closed(closed) if closed else None
 
+    def postpone(self, seconds: float, now: float) -> None:
+        """Nobody could be heard for so long before ``now``: it counts for no deadline, no lease and nobody's silence."""
+        self._started_at += seconds
+        self._books.postpone(seconds)
+        self._evaluations.postpone(seconds)
+        for peer in self._peers:
+            peer.last_heard = min(now, peer.last_heard + seconds)
+
     def expire(self, now: float) -> list[tuple[bytes, wire.ServerMessage]]:
         """Offers again what silent actors hold; after a restart, what actors hold that have not come back."""
         grace_s = min(self._lease_timeout_s, _RESTART_GRACE_S)

@@ -189,7 +189,9 @@ class Leases:
             heapq.heappush(self._deadlines, (now + self.rules.group_deadline_s, group_id))
 
     def postpone(self, seconds: float) -> None:
-        """Moves all deadlines, for a time in which nothing could be taken in."""
+        """Moves all deadlines, for a time in which nothing could be taken in; leases granted before it may not have been sent yet."""
+        for group in self._groups.values():
+            group.granted_at += seconds
         self._deadlines = [(due + seconds, group_id) for due, group_id in self._deadlines]
 
     def _close(self, group: Group) -> None:

@@ -10,13 +10,15 @@ from typing import Any
 
 import pytest
 
+from rollstream.buffer.amendments import REWARD, WHOLE, Amendment
 from rollstream.buffer.audit import audit
 from rollstream.buffer.client import ActorClient, LearnerClient, ScorerClient
 from rollstream.buffer.header import header_of
 from rollstream.buffer.inspect import Filter, Inspector
 from rollstream.buffer.recorded import Recorded
+from rollstream.buffer.wire import Amended
 from rollstream.configs.run_folder import Run
-from rollstream.errors import Refused
+from rollstream.errors import DataRefused, Refused
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -85,6 +87,25 @@ def test_scores_survive_a_kill_reach_the_learner_the_log_and_the_audit(tmp_path:
     report = audit(run.folder)
     assert (report.problems, report.num_amendments) == ([], 6)
     assert report.bias["Acme/Calculator-v0"].trained_reward_mean == pytest.approx(sum(wanted) / 6)
+
+
+async def test_an_actor_scores_and_remarks_on_what_it_appended(tmp_path: Path) -> None:
+    run = streams.run_in(tmp_path)
+    with streams.serving(run):
+        async with ActorClient(run.endpoint, run.run_id, "actor-0") as client:
+            (*_, key) = await streams.play_groups(client, 1, reward=None)
+            score = Amendment(key.lineage, key.group_id, key.member, WHOLE, key.attempt, REWARD, 0.5, "actor-0", 1.0)
+            remark = score._replace(column="judge/style", value=2.0)
+            assert await client.amend([score, remark]) == Amended(2, 0)
+            assert await client.amend([score]) == Amended(0, 1)
+            with pytest.raises(Refused, match="the first one stands"):
+                await client.amend([score._replace(value=0.75)])
+            with pytest.raises(Refused, match="no such row is committed"):
+                await client.amend([score._replace(member=99)])
+            with pytest.raises(DataRefused, match="no name of a column"):
+                await client.amend([score._replace(column="Not a name")])
+    with Inspector(run.folder) as stream:
+        assert stream.trajectory(key.group_id, key.member)[1].reward == 0.5
 
 
 def test_the_audit_finds_an_amendment_that_is_not_in_its_log_and_a_reward_that_is_not_its_amendment(tmp_path: Path) -> None:

@@ -169,6 +169,16 @@ class BooksMachine(RuleBasedStateMachine):
         self.books.trained(version)
         self.version = version
 
+    @rule()
+    def the_learner_pulls_ahead(self) -> None:
+        """Versions beyond the next are recorded before it has said that it holds the ones before."""
+        version = self.books.last_batch + 1
+        batch = self.books.batch(version) if version <= self.version + 3 else None
+        if batch is not None:
+            self.check_batch(batch.groups, batch.withheld, version)
+        with pytest.raises(Refused):
+            self.books.trained(self.version + 2)
+
     @rule(back=st.integers(0, 3))
     def the_learner_resumes_from_an_older_checkpoint(self, back: int) -> None:
         self.version = max(0, self.version - back)

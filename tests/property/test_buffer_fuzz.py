@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,63 +13,28 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import xxhash
-import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rollstream.buffer import wire
-from rollstream.buffer.amendments import Amendments
-from rollstream.buffer.books import Books
 from rollstream.buffer.columns import encode, frame_checksum, from_frame, to_frame
-from rollstream.buffer.handlers import Handlers
-from rollstream.buffer.ledger import Ledger
-from rollstream.buffer.log import Log
 from rollstream.buffer.types import Segment, Trajectory, TrajectoryKey
-from rollstream.buffer.window import Rules
-from rollstream.configs.run_folder import Run
-from rollstream.configs.schema import Config
 
-RUN_ID = "run-a"
-ROUTE = b"\x00actor"
-
-
-class Buffer:
-    """The buffer without its socket: frames in, answers out."""
-
-    def __init__(self, folder: Path) -> None:
-        config = Config.model_validate({"name": "fuzz", "env": {"id": "Acme/Calculator-v0"}, "learner": {"versions": 9, "batch_groups": 1, "group_size": 2}})
-        self.ledger = Ledger(folder / "ledger.sqlite", RUN_ID)
-        self.log = Log(folder / "stream", segment_bytes=2**20)
-        self.amendments = Amendments(folder / "amendments", self.ledger, segment_bytes=2**20)
-        self.handlers = Handlers(Run(folder, config, RUN_ID), Books(self.ledger, Rules.of(config)), self.log, self.amendments)
-        self.now = 0.0
-
-    def say(self, *frames: bytes, route: bytes = ROUTE) -> list[Any]:
-        self.now += 0.01
-        self.handlers.receive([zmq.Frame(frame) for frame in (route, *frames)], self.now)
-        self.handlers.tick(self.now, drained=True)
-        self.handlers.commit()
-        decoder = msgspec.msgpack.Decoder(wire.Envelope[wire.ServerMessage])
-        return [decoder.decode(parts[1]).message for parts in self.handlers.take_outbox()]
-
-    def tell(self, message: wire.ClientMessage, *payload: bytes, run_id: str = RUN_ID, protocol: int = wire.PROTOCOL_VERSION) -> list[Any]:
-        return self.say(msgspec.msgpack.encode(wire.Envelope(protocol, run_id, 1, message)), *payload)
-
-    def hello(self) -> None:
-        assert isinstance(self.tell(wire.Hello("actor", "actor-0", "one", 1))[0], wire.Welcome)
-
-    def stored(self) -> float:
-        return self.handlers.books.counters["rows_stored"]
+_spec = importlib.util.spec_from_file_location("framed", Path(__file__).parents[1] / "unit" / "framed.py")
+assert _spec is not None
+assert _spec.loader is not None
+framed: Any = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(framed)
+Buffer, RUN_ID, ROUTE = framed.Buffer, framed.RUN_ID, framed.ROUTE
 
 
 @pytest.fixture(scope="module")
-def buffer() -> Iterator[Buffer]:
+def buffer() -> Iterator[Any]:
     with tempfile.TemporaryDirectory() as folder:
         made = Buffer(Path(folder))
         made.hello()
         yield made
-        made.ledger.close()
-        made.log.close()
+        made.close()
 
 
 def frame(group_id: int = 0, member: int = 0, attempt: int = 0) -> bytes:
@@ -102,7 +68,7 @@ messages = st.one_of(
 
 @given(frames=st.lists(st.binary(max_size=60), max_size=4))
 @fuzz
-def test_arbitrary_frames_are_refused(buffer: Buffer, frames: list[bytes]) -> None:
+def test_arbitrary_frames_are_refused(buffer: Any, frames: list[bytes]) -> None:
     stored = buffer.stored()
     assert any(isinstance(answer, wire.Refused) for answer in buffer.say(*frames))
     assert buffer.stored() == stored
@@ -110,7 +76,7 @@ def test_arbitrary_frames_are_refused(buffer: Buffer, frames: list[bytes]) -> No
 
 @given(message=messages, payload=st.lists(st.binary(max_size=200), max_size=3))
 @fuzz
-def test_well_formed_messages_with_any_content_never_end_the_loop(buffer: Buffer, message: wire.ClientMessage, payload: list[bytes]) -> None:
+def test_well_formed_messages_with_any_content_never_end_the_loop(buffer: Any, message: wire.ClientMessage, payload: list[bytes]) -> None:
     stored = buffer.stored()
     buffer.tell(message, *payload)
     buffer.handlers.books.check()
@@ -120,7 +86,7 @@ def test_well_formed_messages_with_any_content_never_end_the_loop(buffer: Buffer
 
 @given(data=st.data())
 @fuzz
-def test_damaged_appends_are_refused_as_corrupt(buffer: Buffer, data: st.DataObject) -> None:
+def test_damaged_appends_are_refused_as_corrupt(buffer: Any, data: st.DataObject) -> None:
     whole = frame()
     place = data.draw(st.integers(0, len(whole) - 1))
     damaged = bytearray(whole)
@@ -143,7 +109,7 @@ def forged(whole: bytes) -> tuple[bytes, int]:
 
 @given(data=st.data())
 @fuzz
-def test_nonsense_with_a_right_checksum_never_ends_the_loop(buffer: Buffer, data: st.DataObject) -> None:
+def test_nonsense_with_a_right_checksum_never_ends_the_loop(buffer: Any, data: st.DataObject) -> None:
     """What a broken or hostile writer could send: Arrow messages whose insides were changed before they were signed."""
     changed = bytearray(frame(group_id=10**6))
     for _ in range(data.draw(st.integers(1, 4))):
@@ -154,7 +120,7 @@ def test_nonsense_with_a_right_checksum_never_ends_the_loop(buffer: Buffer, data
     assert any(isinstance(answer, wire.Refused | wire.Appended) for answer in answers)
 
 
-def test_another_run_protocol_or_schema_is_refused_by_name(buffer: Buffer) -> None:
+def test_another_run_protocol_or_schema_is_refused_by_name(buffer: Any) -> None:
     buffer.hello()
     refusals = [
         buffer.tell(wire.StatusRequest(), run_id="run-b"),
@@ -165,7 +131,7 @@ def test_another_run_protocol_or_schema_is_refused_by_name(buffer: Buffer) -> No
     assert [answers[0].code for answers in refusals] == ["wrong_run", "wrong_protocol", "wrong_schema", "unknown_peer"]
 
 
-def test_refused_messages_are_counted(buffer: Buffer) -> None:
+def test_refused_messages_are_counted(buffer: Any) -> None:
     buffer.hello()
     before = buffer.handlers.books.counters["refused"]
     buffer.say(b"nonsense")
