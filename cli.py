@@ -192,7 +192,9 @@ def log(
     show: Annotated[str | None, typer.Option(metavar="GROUP/MEMBER", help="One trajectory, turn by turn.", show_default=False)] = None,
     tokens: Annotated[bool, typer.Option("--tokens", help="With --show: every token with its version, log-probability and mask.")] = False,
     export: Annotated[Path | None, typer.Option(metavar="PATH", help="Write to PATH.parquet or PATH.jsonl.", show_default=False)] = None,
-    sql: Annotated[str | None, typer.Option(help="Ask DuckDB: views trajectories, members, groups, batches, evaluations.", show_default=False)] = None,
+    sql: Annotated[
+        str | None, typer.Option(help="Ask DuckDB: views trajectories, members, groups, batches, evaluations, amendments.", show_default=False)
+    ] = None,
     debug: DebugOption = False,
 ) -> int:
     """Look at the trajectories of a run.
@@ -343,6 +345,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except Exception as error:  # noqa: BLE001 - the last place that can turn a failure into one line
         if debug:
             traceback.print_exception(error)
+        if type(error).__name__ == "NoArgsIsHelpError":
+            typer.echo(str(error), err=True)
+            sys.exit(2)
         line, code = _in_one_line(error, debug=debug)
         typer.echo(f"error: {line}", err=True)
     sys.exit(code if isinstance(code, int) else 0)
@@ -354,5 +359,7 @@ def _in_one_line(error: Exception, *, debug: bool) -> tuple[str, int]:
         return str(error), error.exit_code
     usage = getattr(error, "format_message", None)
     if callable(usage):
-        return f"{' '.join(str(usage()).split())} See rollstream --help", 2
+        context = getattr(error, "ctx", None)
+        said = " ".join(str(usage()).split()).rstrip(".")
+        return f"{said}; see {context.command_path if context else 'rollstream'} --help", 2
     return f"{describe(error)}{'' if debug else '; run with --debug for the trace'}", 1

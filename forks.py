@@ -26,7 +26,7 @@ _CHECKPOINT = re.compile(r"v(\d{6,})")
 def plan_fork(folder: Path, config: Config, from_version: int | None) -> ForkPoint:
     """Where the run in ``folder`` forks to go on under ``config``: after ``from_version``, by default its newest checkpoint.
 
-    Raises :class:`ConfigError` where no such checkpoint is kept, :class:`RunFolderError` where nothing was streamed yet.
+    Raises :class:`ConfigError` where no such checkpoint is kept or nothing would be left to train, :class:`RunFolderError` where nothing was streamed yet.
     """
     run = load_run(folder)
     ledger = open_ledger(run.folder)
@@ -40,9 +40,32 @@ def plan_fork(folder: Path, config: Config, from_version: int | None) -> ForkPoi
         raise ConfigError(f"{folder} has no checkpoint to fork from: go on with --resume, or start a new run")
     if from_version is not None and from_version not in kept:
         raise ConfigError(f"--from-version {from_version}: no checkpoint of it is kept; there are {', '.join(map(str, kept))}")
+    begin = kept[-1] if from_version is None else from_version
+    if config.learner.versions <= begin:
+        raise ConfigError(
+            f"learner.versions {config.learner.versions}: a fork after version {begin} would have nothing to train; "
+            f"raise it above {begin}, or fork from an older checkpoint (kept are {', '.join(map(str, kept))})"
+        )
     changed = changed_keys(run.config, config)
     reason = f"changed {', '.join(changed)}" if changed else "asked for"
-    return ForkPoint(uuid.uuid4().hex, lineages.current + 1, kept[-1] if from_version is None else from_version, reason)
+    return ForkPoint(uuid.uuid4().hex, lineages.current + 1, begin, reason)
+
+
+def check_length(folder: Path, config: Config) -> None:
+    """Refuses to resume a run at a length it has passed already; one that is exactly as long may have evaluations to finish. Raises :class:`ConfigError`."""
+    if not (folder / "ledger.sqlite").is_file():
+        return
+    wish = load_run(folder).fork
+    ledger = open_ledger(folder)
+    try:
+        undone = wish is not None and ledger.meta("forked") != wish.fork_id
+        trained = wish.version if wish is not None and undone else ledger.last_batch(ledger.lineages().current)
+    finally:
+        ledger.close()
+    if config.learner.versions < trained:
+        raise ConfigError(
+            f"learner.versions {config.learner.versions}: version {trained} is recorded already; give at least that, or go back (--fork --from-version N)"
+        )
 
 
 def make_way(run: Run) -> None:

@@ -68,7 +68,8 @@ def export(checkpoints: Path, version: int | None, folder: Path, *, adapter: boo
 
     Adapters are merged into their base; with ``adapter`` they alone are copied, as a folder of peft.
 
-    Raises :class:`CheckpointError` where that version was not kept or is damaged, :class:`ConfigError` where ``folder`` holds something already.
+    Raises :class:`ConfigError` where that version was not kept or ``folder`` holds something already, :class:`CheckpointError` where it is damaged or there is
+    none yet.
     """
     from .learner.checkpoint import read_checkpoint
 
@@ -77,7 +78,8 @@ def export(checkpoints: Path, version: int | None, folder: Path, *, adapter: boo
         raise CheckpointError(f"{checkpoints} holds no checkpoint yet; wait for learner.checkpoint.every versions, or stop the run, which writes one")
     name = kept[-1] if version is None else f"v{version:06d}"
     if name not in kept:
-        raise CheckpointError(f"version {version} was not kept, there are {', '.join(kept)}; choose one, or keep more with learner.checkpoint.keep_every")
+        there = ", ".join(str(int(path.removeprefix("v"))) for path in kept)
+        raise ConfigError(f"--version {version}: kept are the checkpoints of versions {there}; give one of them (learner.checkpoint.keep_every keeps more)")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"--to {folder} holds something already; give a folder that is new or empty")
     checkpoint = read_checkpoint(checkpoints / name)

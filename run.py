@@ -16,7 +16,7 @@ from .configs.schema import LocalLauncher as LocalSettings
 from .envs import registry
 from .envs.trial import try_out
 from .errors import ConfigError
-from .forks import make_way, plan_fork
+from .forks import check_length, make_way, plan_fork
 from .models import check_model_folder
 from .processes import Launcher, LocalLauncher
 from .supervisor import Outcome, Supervisor
@@ -33,7 +33,7 @@ def train(config: Config, *, resume: bool, view: View, fork: bool = False, from_
     Everything is checked first, and a refused run leaves nothing on disk. Raises :class:`ConfigError`, :class:`RunFolderError`,
     :class:`UnknownEnv` and the like; what goes wrong later is in the outcome.
     """
-    folder, _ = check(config, resume=resume)
+    folder, _ = check(config, resume=resume, fork=fork)
     with locked(folder):
         run = create_run(config, resume=resume, fork=plan_fork(folder, config, from_version) if fork else None)
         if resume:
@@ -71,13 +71,15 @@ def _forget(run: Run) -> None:
             entry.unlink()
 
 
-def check(config: Config, *, resume: bool = False) -> tuple[Path, list[str]]:
+def check(config: Config, *, resume: bool = False, fork: bool = False) -> tuple[Path, list[str]]:
     """Everything that can be known without torch: the run folder, contradictions, the environment, the model, this machine. Leaves nothing behind.
 
     Returns the folder, and notices: what is worth a look although it can run. Raises the :class:`RollstreamError` of the first thing that is wrong.
     """
     folder = try_folder(config, resume=resume)
     check_config(config)
+    if resume and not fork:
+        check_length(folder, config)
     if not isinstance(config.launcher, LocalSettings):
         from .ray_launcher import load_ray
 

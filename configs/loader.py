@@ -31,6 +31,7 @@ from .run_folder import ForkPoint, Run
 from .schema import Config, Sampling
 
 _PACKAGE = importlib.resources.files(__name__.rpartition(".")[0])
+_TOO_DEEP = "brackets or sections lie too deep in one another; a configuration has a handful of levels"
 _RECORDED_PACKAGES = ("rollstream", "torch", "transformers", "tokenizers", "pyarrow", "pyzmq", "numpy", "gymnasium")
 
 
@@ -130,6 +131,8 @@ def dump_config(config: Config) -> str:
 
 def _read(source: str | Path) -> tuple[str, str]:
     path = Path(source)
+    if not str(source):
+        raise ConfigError("CONFIG is empty; give a YAML file, or the name of a shipped recipe")
     try:
         if path.is_dir():
             raise ConfigError(f"{source} is a folder; give a YAML file, or the name of a shipped recipe")
@@ -138,7 +141,8 @@ def _read(source: str | Path) -> tuple[str, str]:
     except (OSError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(f"{str(source)[:80]!r} cannot be read: {error}; give a YAML file, or the name of a shipped recipe") from None
+        reason = (error.strerror or str(error)).lower() if isinstance(error, OSError) else str(error)
+        raise ConfigError(f"{str(source)[:80]!r} cannot be read: {reason}; give a YAML file, or the name of a shipped recipe") from None
     recipe = _PACKAGE / f"{source}.yaml"
     if path.name == str(source) and recipe.is_file():
         return str(source), recipe.read_text(encoding="utf-8")
@@ -161,6 +165,8 @@ def _parse(text: str, name: str) -> dict[str, Any]:
         raise ConfigError(f"{name}:{line}: {str(error.problem).splitlines()[0]}; keep one of them") from None
     except YAMLError as error:
         raise ConfigError(f"{name}: not valid YAML: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise ConfigError(f"{name}: {_TOO_DEEP}") from None
     if values is None:
         raise ConfigError(f"{name} is empty; it needs at least name, env and learner, see `rollstream show-config quickstart`")
     if not isinstance(values, dict):
@@ -177,6 +183,8 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
         value: object = YAML(typ="safe", pure=True).load(text)
     except YAMLError as error:
         raise ConfigError(f"override {override!r}: the value is not valid YAML: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise ConfigError(f"override {override[:80]!r}: {_TOO_DEEP}") from None
     _set_at(values, keys, value, override)
 
 

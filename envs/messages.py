@@ -73,9 +73,20 @@ def problem_with(value: object) -> str | None:
         return f"role {message.get('role')!r} is none of {', '.join(ROLES)}"
     if not isinstance(message.get("content"), str):
         return f"content of a message is text, not {type(message.get('content')).__name__}"
+    if half := half_character(message["content"]):
+        return f"content with {half}, which is no text; decode what you read with errors='replace'"
     if "tool_calls" in message:
         return _problem_with_calls(message["tool_calls"])
     return None
+
+
+def half_character(text: str) -> str:
+    """The first half of a surrogate pair that stands alone in ``text``, and where; empty where there is none. No tokenizer and no file takes one."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return f"half a character ({text[error.start]!r} at {error.start})"
+    return ""
 
 
 def _problem_with_calls(calls: object) -> str | None:

@@ -156,6 +156,8 @@ def load_imports(imports: Iterable[str]) -> None:
     """
     for name in imports:
         try:
+            if not name.strip():
+                raise ConfigError("imports: a name is empty; name a file, such as my_env.py, or a module, such as package.my_env")
             if name.endswith(".py"):
                 _import_file(Path(name))
             elif os.sep in name or name.startswith((".", "~")):

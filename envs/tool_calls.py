@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any, cast
 
-from .messages import Message, ToolCall
+from .messages import Message, ToolCall, half_character
 
 Parser = Callable[[str], tuple[str, list[ToolCall]]]
 """Text without its calls, and the calls. Raises :class:`Malformed`."""
@@ -136,6 +136,8 @@ def _refuse_constant(name: str) -> None:
 
 
 def _call(index: int, name: str, arguments: dict[str, Any]) -> ToolCall:
+    if half := half_character(name + json.dumps(arguments, ensure_ascii=False)):
+        raise Malformed(f"malformed call of {_short(name)}: {half.partition(' at ')[0]}) is no text")
     return {"id": f"call_{index}", "type": "function", "function": {"name": name, "arguments": arguments}}
 
 

@@ -204,6 +204,18 @@ def test_a_wrong_command_or_option_is_one_line_too(capsys: pytest.CaptureFixture
     assert "CONFIG" in refused(capsys, "train")
 
 
+@pytest.mark.parametrize("arguments", [(), ("envs",), ("models",)])
+def test_a_command_that_needs_another_shows_its_help_as_written(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = call(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("Usage: rollstream")
+    assert err.count("\n") > 8
+
+
+def test_a_wrong_option_names_the_help_of_its_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert refused(capsys, "log", "runs/x", "--limit", "0").endswith("greater than or equal to 1; see rollstream log --help")
+
+
 def test_show_config_prints_yaml_that_resolves_to_itself(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = call(capsys, "show-config", "quickstart", "learner.versions=7")
     assert code == 0

@@ -17,10 +17,10 @@ from rollstream import cli
 from rollstream.buffer.audit import audit
 from rollstream.buffer.ledger import Ledger
 from rollstream.buffer.log import segment_path
-from rollstream.configs.loader import create_run, load_resumed, load_run
+from rollstream.configs.loader import create_run, load_config, load_resumed, load_run
 from rollstream.configs.run_folder import Run
 from rollstream.errors import ConfigError, Corrupt, RunFolderError
-from rollstream.forks import make_way, plan_fork
+from rollstream.forks import check_length, make_way, plan_fork
 from rollstream.learner.loop import learn_from
 from rollstream.summary import audit_lines
 from rollstream.tail import MetricsTail, last_version
@@ -187,11 +187,22 @@ def test_what_a_fork_cannot_do_is_refused_and_nothing_is_changed(folder: Path) -
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and not path.name.startswith("ledger.sqlite-")}
     with pytest.raises(ConfigError, match="--from-version 3: no checkpoint of it is kept; there are 0, 2, 4, 6"):
         fork(folder, version=3)
+    with pytest.raises(ConfigError, match=r"learner.versions 4: a fork after version 4 would have nothing to train; .*kept are 0, 2, 4, 6"):
+        fork(folder, "learner.versions=4", version=4)
     with pytest.raises(RunFolderError, match=r"seed is .* in the run's record and 77 now: .* leave it out"):
         fork(folder, "seed=77")
     with pytest.raises(RunFolderError, match=r"learner.loss.kind .* add --fork to go on under the new value as another lineage"):
         load_resumed("quickstart", [f"folder={folder.parent}", *recorded_run.SETTINGS, *OPTIONS, "learner.loss.kind=gspo"])
     assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and not path.name.startswith("ledger.sqlite-")}
+
+
+def test_a_resume_shorter_than_what_is_trained_is_refused_unless_a_fork_is_on_its_way(folder: Path) -> None:
+    check_length(folder, load_config("quickstart", ["learner.versions=6"]))
+    shorter = load_config("quickstart", ["learner.versions=5"])
+    with pytest.raises(ConfigError, match=r"learner.versions 5: version 6 is recorded already; give at least that"):
+        check_length(folder, shorter)
+    fork(folder, "learner.versions=5", version=2)
+    check_length(folder, shorter)
 
 
 @pytest.mark.parametrize("arguments", [("--fork",), ("--resume", "--from-version", "2")])

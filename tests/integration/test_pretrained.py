@@ -52,7 +52,7 @@ def test_an_exported_policy_is_a_plain_folder_that_a_run_can_start_from(run: Run
 
 
 def test_what_cannot_be_exported_is_said_and_leaves_nothing(run: Run, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"version 2 was not kept, there are v000000, v000003"):
+    with pytest.raises(ConfigError, match=r"--version 2: kept are the checkpoints of versions 0, 3"):
         pretrained.export(run.checkpoints_folder, 2, tmp_path / "out")
     with pytest.raises(CheckpointError, match="holds no checkpoint yet"):
         pretrained.export(tmp_path / "nowhere", None, tmp_path / "out")

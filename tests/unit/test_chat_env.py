@@ -230,6 +230,7 @@ class Broken(ChatEnv):
 
     def respond(self, message):
         replies = {"nothing": None, "number": 3, "nan": Turn(reward=float("nan")), "text": Turn(reward="1")}
+        replies |= {"half": "\ud800", "half in a list": [user("a"), user("b\udfff")]}
         return {**replies, "bool": Turn(reward=True), "pair": ("a", 1.0)}[message["content"]]
 
     @tool
@@ -253,6 +254,8 @@ class Broken(ChatEnv):
         ("number", "respond returned a message is a dict with role and content, not int"),
         ("nan", "respond returned reward nan; it must be a finite number"),
         ("text", "respond returned reward '1'"),
+        ("half", r"respond returned content with half a character ('\ud800' at 0), which is no text"),
+        ("half in a list", r"respond returned content with half a character ('\udfff' at 1)"),
         ("bool", "respond returned reward True; a reward is a number: write 1.0"),
         ("pair", "Broken: respond returned a tuple; return text, a message, a list of those, or rollstream.Turn(text, reward=…)"),
         (assistant_call("fail", how="tuple"), "Broken: fail returned a tuple; return text"),

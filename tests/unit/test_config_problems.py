@@ -134,3 +134,19 @@ def test_a_live_run_is_named_by_its_process(tmp_path: Path) -> None:
         for resume in (False, True):
             with pytest.raises(RunFolderError, match=f"in use by a live rollstream train \\(process {os.getpid()}\\)"):
                 try_folder(config, resume=resume)
+
+
+@pytest.mark.parametrize("value", ["[" * 1000, "{a: " * 600])
+def test_what_is_nested_without_end_is_refused_in_one_line(value: str, tmp_path: Path) -> None:
+    (tmp_path / "deep.yaml").write_text(f"name: {value}")
+    with pytest.raises(ConfigError, match=r"deep.yaml: .*too deep in one another") as caught:
+        load_config(tmp_path / "deep.yaml")
+    assert "\n" not in str(caught.value)
+    assert "too deep" in refusal(f"env.kwargs={value}")
+
+
+@pytest.mark.parametrize(("source", "said"), [("", "CONFIG is empty"), ("x" * 5000, "cannot be read: file name too long")])
+def test_a_name_that_is_none_is_refused_without_repeating_it(source: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        load_config(source)
+    assert len(str(caught.value)) < 250

@@ -58,6 +58,8 @@ def test_text_before_a_call_stays_content():
         'get(key="\\d" 5)',
         "get(x=" + "9" * 5000 + ")",
         "get(x=1e999j)",
+        'get(x="\\ud800")',
+        'get(x=[{"\\udfff": 1}])',
     ],
 )
 def test_a_malformed_pythonic_call_is_marked_and_keeps_its_text(call):
@@ -66,6 +68,17 @@ def test_a_malformed_pythonic_call_is_marked_and_keeps_its_text(call):
     assert "tool_calls" not in message
     assert "malformed call" in message["malformed"]
     assert len(message["malformed"]) < 140
+
+
+@pytest.mark.parametrize(
+    "call",
+    [r'{"name": "get", "arguments": {"key": "\ud83d"}}', r'{"name": "g\udc00", "arguments": {}}', r'{"name": "get", "arguments": {"k": [{"\ud800": 1}]}}'],
+)
+def test_half_a_character_in_a_json_call_is_malformed_and_a_whole_pair_is_not(call):
+    message = read(f"<tool_call>{call}</tool_call>", json_blocks, reasons=False)
+    assert "half a character" in message["malformed"]
+    message["malformed"].encode()
+    assert called(read(r'<tool_call>{"name": "get", "arguments": {"key": "\ud83d\ude00"}}</tool_call>', json_blocks, reasons=False)) == [("get", {"key": "😀"})]
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
