@@ -187,6 +187,19 @@ def test_a_failed_member_is_played_again_within_its_budget_and_never_counts_as_a
     assert "eval/pass_at_2" not in closed.values, "one sample says nothing of two"
 
 
+def test_a_late_failure_of_a_given_up_attempt_does_not_take_the_lease_from_who_plays_it_now(ledger: Ledger) -> None:
+    evaluations = books(ledger)
+    evaluations.retained(keep(10))
+    first = lease_of(evaluations)
+    evaluations.give_up("evaluator-0")
+    second = lease_of(evaluations, "evaluator-1")
+    assert (second.group_id, second.attempt) == (first.group_id, 1)
+    for member in first.members:
+        failed = won(first, member, status="failed", stop_reason="infra", reward=None)
+        assert evaluations.receive(failed, 1, 12) == "retry"
+    assert evaluations.held("evaluator-1") == {first.group_id}
+
+
 def test_a_version_that_found_no_room_is_skipped_with_the_reason_and_stays_so(ledger: Ledger) -> None:
     evaluations = books(ledger)
     evaluations.retained(Retained([], [SkippedVersion(0, 20, "no room")], (0, 20)))
@@ -216,8 +229,10 @@ def test_after_a_resume_an_evaluation_goes_on_once_its_version_is_made_again_and
 def test_a_version_made_again_with_other_weights_is_never_mixed_with_the_first(ledger: Ledger) -> None:
     evaluations = books(ledger)
     evaluations.retained(keep(10))
-    lease_of(evaluations)
+    lease = lease_of(evaluations)
+    assert evaluations.awaits(lease.group_id)
     (closed,) = evaluations.retained(keep(10, digest="other")).closed
+    assert not evaluations.awaits(lease.group_id), "so whoever plays it is told"
     assert (closed.state, closed.version) == ("dropped", 10)
     assert "digest other, before d" in closed.reason
     assert evaluations.holders() == []
