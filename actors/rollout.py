@@ -151,7 +151,7 @@ class Player:
         messages, info = await _in_env(episode, env.areset(seed=lease.seed, options={"task_index": lease.task_index}))
         episode.note(info)
         renderer = self.renderers.of(info.get("tools", ()))
-        record.said(messages, renderer.initial(messages)[:limit])
+        record.said(messages, renderer.initial(messages, limit=limit)[:limit])
         turn = 0
         while True:
             budget = min(sampling.max_turn_tokens, limit - len(record))
@@ -180,7 +180,7 @@ class Player:
                 return Outcome("terminated", "terminated")
             if truncated:
                 return Outcome("truncated", "time" if info.get("truncation") == "time" else "turns")
-            ids = renderer.extend(messages, closed=closed)
+            ids = renderer.extend(messages, closed=closed, limit=limit)
             if len(record) + len(ids) >= limit:
                 return Outcome("truncated", "length")
             record.said(messages, ids)

@@ -10,6 +10,7 @@ comparing them, and refuses a template whose rendering of a longer conversation 
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -39,6 +40,10 @@ class Tokenizer(Protocol):
 
     def decode(self, token_ids: Any, /, **kwargs: Any) -> Any:
         """Ids to text."""
+        ...
+
+    def get_vocab(self) -> dict[str, int]:
+        """Every token by its text."""
         ...
 
 
@@ -71,7 +76,8 @@ class Renderer:
                 "the chat template writes tool calls in a format that is not known here; "
                 'use a model whose template writes <tool_call>{"name": …}</tool_call>, or an environment without tools'
             )
-        self._memory: dict[str, list[int]] = {}
+        self._longest_token = max(map(len, tokenizer.get_vocab()))
+        self._memory: dict[bytes, list[int]] = {}
         self._checked: set[tuple[str, ...]] = set()
         self._end = self._find_end_of_turn()
         eos = tokenizer.eos_token_id
@@ -82,25 +88,26 @@ class Renderer:
 
     # --- messages to ids ------------------------------------------------------------------------------------------------------------
 
-    def initial(self, messages: Sequence[Message]) -> list[int]:
-        """Ids of the first messages and the generation prompt: what the policy continues."""
-        return list(self._remember("initial", messages, functools.partial(self._initial, messages)))
+    def initial(self, messages: Sequence[Message], *, limit: int | None = None) -> list[int]:
+        """Ids of the first messages and the generation prompt: what the policy continues. Beyond ``limit`` ids there may be fewer than there are."""
+        return list(self._remember(f"initial {limit}", messages, functools.partial(self._initial, messages, limit)))
 
-    def extend(self, new_messages: Sequence[Message], *, closed: bool) -> list[int]:
+    def extend(self, new_messages: Sequence[Message], *, closed: bool, limit: int | None = None) -> list[int]:
         """Ids to append after what the policy sampled: the separator, the new messages, the generation prompt.
 
         ``closed`` is False when the policy did not sample a token of ``stop_ids`` at the end: the missing end of turn is then part of what is appended.
+        Where these are more than ``limit`` ids, what is given are only some of them, more than ``limit`` too.
 
         Raises:
             TemplateError: after these messages the template would rewrite what came before, for example drop earlier reasoning.
 
         """
-        return list(self._remember(f"extend {closed}", new_messages, functools.partial(self._extend, new_messages, closed)))
+        return list(self._remember(f"extend {closed} {limit}", new_messages, functools.partial(self._extend, new_messages, closed, limit)))
 
-    def _initial(self, messages: Sequence[Message]) -> list[int]:
-        return self._encode(self._render(messages, prompt=True))
+    def _initial(self, messages: Sequence[Message], limit: int | None) -> list[int]:
+        return self._encode(self._render(messages, prompt=True), limit)
 
-    def _extend(self, new_messages: Sequence[Message], closed: bool) -> list[int]:
+    def _extend(self, new_messages: Sequence[Message], closed: bool, limit: int | None) -> list[int]:
         if not new_messages or new_messages[0]["role"] == "assistant":
             raise TemplateError("extend needs at least one new message of the environment, which starts with system, user or tool")
         roles = tuple(message["role"] for message in new_messages)
@@ -109,7 +116,7 @@ class Renderer:
             self._checked.add(roles)
         text = self._render([user(_QUESTION), self._probe_before(new_messages), *new_messages], prompt=True)
         tail = text[self._end_of_probe(text) :]
-        return self._encode(tail[len(self._end.text) :] if closed else tail)
+        return self._encode(tail[len(self._end.text) :] if closed else tail, limit)
 
     def conversation(self, messages: Sequence[Message]) -> tuple[list[int], list[int]]:
         """Ids and loss mask of a scripted conversation, both ``[T]``.
@@ -153,15 +160,20 @@ class Renderer:
 
     def _remember(self, what: str, messages: Sequence[Message], compute: Callable[[], list[int]]) -> list[int]:
         """The members of a group ask for the same ids, and Jinja takes longer than a tiny policy: the newest answers are kept."""
-        key = f"{what} {json.dumps(messages)}"
+        key = hashlib.blake2b(f"{what} {json.dumps(messages)}".encode()).digest()
         ids = self._memory.pop(key, None) or compute()
         self._memory[key] = ids
         if len(self._memory) > _MEMORY:
             del self._memory[next(iter(self._memory))]
         return ids
 
-    def _encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
+    def _encode(self, text: str, limit: int | None = None) -> list[int]:
+        """Ids of ``text``. A page of megabytes of which so many ids can never fit is not tokenized to its end: that would stall every episode of the actor."""
+        most = len(text) if limit is None else (limit + 2) * self._longest_token
+        ids = list(self._tokenizer.encode(text[:most], add_special_tokens=False))
+        if most < len(text) and limit is not None and len(ids) <= limit:  # a tokenizer that folds its text: only all of it tells
+            return self._encode(text)
+        return ids
 
     def _sampled(self, message: Message) -> list[int]:
         """What a policy samples to say ``message``, end of turn included."""

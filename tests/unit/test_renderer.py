@@ -230,6 +230,21 @@ def test_sampled_tokens_that_are_not_canonical_change_nothing_after_them(name):
     assert renderer.extend(said, closed=True) == first, "the answer is the caller's to change"
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_of_a_page_that_cannot_fit_only_as_much_is_tokenized_as_shows_it(name, monkeypatch):
+    tokenizer, renderer, tools = family(name)
+    page = "all work and no play " * 20_000
+    said = [tool_result(page, assistant_call("get", key="b")["tool_calls"][0])] if tools else [user(page)]
+    whole, first = renderer.extend(said, closed=True), renderer.initial([user(page)])
+    encode, lengths = tokenizer.encode, []
+    monkeypatch.setattr(tokenizer, "encode", lambda text, **options: lengths.append(len(text)) or encode(text, **options))
+    assert renderer.extend(said, closed=True, limit=len(whole)) == whole
+    assert renderer.initial([user(page)], limit=40)[:40] == first[:40]
+    lengths.clear()
+    assert len(renderer.extend(said, closed=True, limit=40)) > 40
+    assert max(lengths) < len(page) / 10
+
+
 def test_the_tiny_template_renders_one_special_token_per_role():
     tokenizer, renderer, _ = family("tiny")
     assert tokenizer.decode(renderer.initial([user("get b")])) == "<|user|>get b<|end|><|assistant|>"
