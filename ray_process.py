@@ -168,12 +168,19 @@ class RayProcess:
         if self._stage != "placing" or now - self._since < min(_PATIENCE_S, bound_s):
             return None
         patient = self.role.kind in ("actor", "evaluator") and self.where != ""  # the others go on without it, and nodes come back
-        if not patient and now - self._since >= bound_s:
+        late = not patient and now - self._since >= bound_s
+        if self._told and not late:
+            return None
+        node_id, address = self._places.node_of(self._index)
+        has_place = self._places.lives(node_id)  # and Ray is starting the keeper there
+        if late:
             self._let_go()
+            if has_place:
+                return self._death(1, f"its keeper did not start on node {address} within launcher.placement_timeout_s {bound_s:g}")
             return self._death(2, f"no room in the cluster within launcher.placement_timeout_s {bound_s:g}; {self._places.no_room()}")
         first_of_all = self.where == "" and self._index == 0  # at the start all have a place or none
-        if not self._told and (self.where or first_of_all):
-            self._told = True
+        self._told = True
+        if not has_place and (self.where or first_of_all):
             who = "the roles wait" if first_of_all else f"{self.role.name} waits"
             until = "" if patient else f" up to launcher.placement_timeout_s {bound_s:g}"
             self._places.tell(f"{who} for room in the cluster{until}; {self._places.no_room()}")

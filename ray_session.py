@@ -67,6 +67,10 @@ class Session:
             remedy = "start one (ray start --head), or leave the address out"
             if "ersion mismatch" in reason:
                 remedy = "run the very Python and Ray of the cluster here, and on every node"
+            elif "Failed to connect to Ray cluster" in reason:  # and yet it answered the knock
+                remedy = (
+                    "if it asks for a token, as one does that was started where ray get-auth-token prints one, set RAY_AUTH_MODE=token here and on every node"
+                )
             elif "raylet addresses" in reason or "ray start" in reason:
                 remedy = f"make this machine part of it first (ray start --address={address}), with 0 CPUs if nothing is to run here"
             raise ConfigError(f"launcher.address {address}: no Ray cluster can be joined there ({reason[:300]}); {remedy}") from None

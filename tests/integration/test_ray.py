@@ -364,12 +364,12 @@ def test_ray_on_this_machine_runs_to_the_last_version_and_leaves_nothing_behind(
     assert_books_close(job)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=["told to end", "terminal gone"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT], ids=["told to end", "terminal gone", "Ctrl-C"])
 def test_a_ray_of_the_runs_own_leaves_signals_to_the_supervisor(start: Callable[..., Any], number: signal.Signals) -> None:
     job = start("launcher.kind=ray", *PLAYED, FOR_EVER)
     job.wait_for_version(1)
     children = psutil.Process(job.process.pid).children(recursive=True)
-    for process in children if number == signal.SIGHUP else []:  # as a terminal does to all that was started from it
+    for process in children if number != signal.SIGTERM else []:  # as a terminal does to all that was started from it
         if os.getsid(process.pid) == os.getsid(job.process.pid):
             process.send_signal(number)
     job.process.send_signal(number)
