@@ -61,7 +61,7 @@ def changed_keys(before: Config, after: Config) -> list[str]:
 def _leaves(path: str, before: Any, after: Any) -> list[str]:
     """Dotted keys at and below ``path`` whose values differ."""
     if isinstance(before, dict) and isinstance(after, dict):
-        return [leaf for key in before.keys() | after.keys() for leaf in _leaves(f"{path}.{key}", before.get(key), after.get(key))]
+        return [leaf for key in sorted(before.keys() | after.keys()) for leaf in _leaves(f"{path}.{key}", before.get(key), after.get(key))]
     return [path] if before != after else []
 
 

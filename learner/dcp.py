@@ -6,26 +6,35 @@ its parameter in the optimiser, which follows from the model alone, so a process
 
 from __future__ import annotations
 
+import contextlib
 import warnings
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from ..errors import describe
+
 FOLDER = "shards"
 
 
 def save_shards(optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    """Writes this rank's share of the optimiser's moments to ``folder``; every rank calls it. The steps taken are in :func:`steps_of`."""
+    """Writes this rank's share of the optimiser's moments to ``folder``; every rank calls it. The steps taken are in :func:`steps_of`.
+
+    Raises :class:`OSError` on every rank where any cannot write.
+    """
     state = _moments(optimizer)
     if state:
         writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
-        save(state, storage_writer=writer, no_dist=not dist.is_initialized())
+        with _failing_as_files_do():
+            save(state, storage_writer=writer, no_dist=not dist.is_initialized())
 
 
 def load_shards(optimizer: torch.optim.Optimizer, folder: Path, steps: list[float]) -> None:
@@ -49,7 +58,7 @@ def load_shards(optimizer: torch.optim.Optimizer, folder: Path, steps: list[floa
         size = getattr(found.get(name), "size", None)
         if size != tensor.shape:
             raise ValueError(f"{name} has shape {None if size is None else tuple(size)} there and {tuple(tensor.shape)} in the model")
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _failing_as_files_do():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process reads what several wrote
         load(state, storage_reader=reader, no_dist=not dist.is_initialized())
 
@@ -72,6 +81,16 @@ def share_of(parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
 def steps_of(optimizer: torch.optim.Optimizer) -> list[float]:
     """Updates each parameter has had, in the optimiser's order."""
     return [float(optimizer.state[parameter]["step"]) if parameter in optimizer.state else 0.0 for parameter in _parameters(optimizer)]
+
+
+@contextlib.contextmanager
+def _failing_as_files_do() -> Generator[None]:
+    """Raises :class:`OSError` on every rank where any could not read or write: what torch raises for it is no :class:`Exception`."""
+    try:
+        yield
+    except CheckpointException as failure:
+        rank, (error, _) = min(failure.failures.items())
+        raise OSError(f"rank {rank}: {describe(error) if isinstance(error, Exception) else error!r}") from error
 
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -106,6 +106,8 @@ def restore_training(checkpoint: Checkpoint, policy: Policy, optimizer: torch.op
                 group.update(values)  # a fork may have changed what the saved state would put back
         if policy.value_head is not None:
             _fill(policy.value_head, state["value_head"])
+    except OSError as error:
+        raise CheckpointError(f"checkpoint {checkpoint.folder} cannot be read: {error}") from error
     except (ValueError, KeyError, RuntimeError) as error:
         raise CheckpointError(f"checkpoint {checkpoint.folder} holds the optimiser or value head of another model: {error}") from error
     _set_random_state(state["random"], policy.ranks)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import resource
 import shutil
+import signal
 import sys
 import threading
 from pathlib import Path
@@ -131,6 +133,20 @@ def train(folder: Path, ranks: Ranks, forked: int | None = None) -> None:
     (folder / f"told-{ranks.rank}.json").write_text(json.dumps(source.digests))
 
 
+def refused_by_disk(folder: Path, ranks: Ranks) -> str:
+    """What a checkpoint comes to that rank 1 has no room for."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill_up(version: int) -> None:
+        if version == 3 and ranks.rank == 1:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+
+    found = ranked.caught(lambda: learn_from(run_in(folder, ranks.num), ranked.Source(ranks, fill_up), threading.Event(), ranks))
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    return found
+
+
 def job_two(folder: Path, ranks: Ranks) -> dict[str, Any]:
     found: dict[str, Any] = {"differences": {family: differences(folder / family, ranks) for family in BOTH}}
     found["growth"] = peak_growth(folder / "large", ranks)
@@ -140,7 +156,7 @@ def job_two(folder: Path, ranks: Ranks) -> dict[str, Any]:
         torch.save(gradients, folder / "gradients.pt")
     train(folder / "sharded", ranks)
     train(folder / "forked", ranks, 2)
-    return found
+    return found | {"disk": refused_by_disk(folder / "full", ranks)}
 
 
 def job_three(folder: Path, ranks: Ranks) -> dict[str, Any]:
@@ -231,6 +247,15 @@ def test_adapters_of_two_ranks_get_the_gradient_of_one_process_and_nothing_else_
     expected, found = adapter_gradients(folder, Ranks()), torch.load(folder / "gradients.pt", weights_only=True)
     assert expected.norm() > 0
     assert float((found - expected).norm() / expected.norm()) < 5e-6
+
+
+def test_a_checkpoint_that_one_rank_has_no_room_for_is_refused_on_all_and_names_the_last_good_one(folder: Path) -> None:
+    for rank in (0, 1):
+        found = told(folder, "two", rank)["disk"]
+        assert found.startswith("CheckpointError: checkpoint ")
+        assert "v000003 was not written: rank 1: " in found
+        assert found.endswith("the last good one is v000002: it is untouched")
+    assert not (folder / "full/checkpoints/v000003").exists()
 
 
 def adapters(folder: Path, version: int) -> dict[str, torch.Tensor]:

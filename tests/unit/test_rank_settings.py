@@ -47,3 +47,15 @@ def test_each_rank_is_a_process_and_rank_0_has_the_learners_name() -> None:
     found = [(role.name, role.rank) for role in roles_of(config(*TWO)) if role.kind == "learner"]
     assert found == [("learner", 0), ("learner-1", 1)]
     assert [role.name for role in roles_of(config()) if role.kind == "learner"] == ["learner"]
+
+
+def test_a_fork_may_change_the_kind_of_the_policy_and_keeps_its_adapters() -> None:
+    adapted = config("learner.policy.lora={rank: 4}")
+    for recorded, wanted in ((adapted, TWO), (config(*TWO, "learner.policy.lora={rank: 4}"), ("learner.policy.kind=single",))):
+        found = resumed_config(config(*wanted), recorded, wanted, fork=True).learner.policy
+        assert (found.kind, found.lora) == ("fsdp" if wanted == TWO else "single", recorded.learner.policy.lora)
+        with pytest.raises(RunFolderError, match=r"learner\.policy\.kind is .* add --fork to go on under the new value"):
+            resumed_config(config(*wanted, "learner.policy.lora={rank: 4}"), recorded, wanted)
+    for recorded, wanted in ((adapted, "learner.policy.lora=null"), (config(), "learner.policy.lora={rank: 4}")):
+        with pytest.raises(RunFolderError, match=r"learner\.policy\.lora is .* in the run's record and .* now: .*leave it out to go on as recorded, or"):
+            resumed_config(config(wanted), recorded, (wanted,), fork=True)
