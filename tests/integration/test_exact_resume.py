@@ -125,7 +125,7 @@ def state(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=pytest.mark.long if kind in ("single", "fsdp of two ranks") else ()) for kind in KINDS])
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=() if kind == list(KINDS)[-1] else pytest.mark.long) for kind in KINDS])
 def test_a_kill_and_a_resume_after_n_steps_leave_no_trace(nurse: tuple[Any, Path], kind: str) -> None:
     nursery, folder = nurse
     num, policy = KINDS[kind]

@@ -228,6 +228,22 @@ def test_ranks_that_read_their_shares_hold_what_one_process_loads_to_the_last_bi
         assert not any(found.values()), found
 
 
+@pytest.mark.parametrize("family", ["Gemma", "Qwen3-MoE", "DeepSeek-V3, latent attention and experts"])
+def test_a_policy_saved_file_by_file_is_the_folder_its_makers_would_write(folder: Path, tmp_path: Path, family: str) -> None:
+    model = models.load_policy(folder / family)
+    models.save_policy(model, models.saved_state(model).items(), tmp_path / "parts", part_bytes=20_000)
+    model.save_pretrained(tmp_path / "whole")
+    parts = [load_file(path) for path in sorted((tmp_path / "parts").glob("model-*.safetensors"))]
+    assert len(parts) > 1
+    found = {name: tensor for part in parts for name, tensor in part.items()}
+    expected = load_file(tmp_path / "whole/model.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(tensor, found[name]) for name, tensor in expected.items())
+    again = models.load_policy(tmp_path / "parts")
+    assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in model.state_dict().items())
+    assert json.loads((tmp_path / "parts/config.json").read_text()) == json.loads((tmp_path / "whole/config.json").read_text())
+
+
 def test_a_rank_never_holds_much_more_than_its_share(folder: Path) -> None:
     size = 4 * sum(tensor.numel() for path in (folder / "large").glob("*.safetensors") for tensor in load_file(path).values())
     for rank in (0, 1):
