@@ -195,6 +195,9 @@ class RayProcess:
         if "creation task" in text:  # the code it is made of is not there, or is another
             last = next((line.strip() for line in reversed(lines) if line.strip()), "")
             return self._death(2, f"its node cannot make a keeper ({last[:200]}): install the same rollstream on every node (pip install the wheel)")
+        if "all references to the actor were removed" in text:  # by nobody: so Ray takes a driver whose answers it refuses
+            remedy = "set RAY_AUTH_MODE as the cluster was started: disabled for one without a token, token for one with"
+            return self._death(2, f"Ray dropped its keeper, it does not take this process for one of its own: {remedy}")
         if "node has died" in text or (self._node_id and not self._places.lives(self._node_id)):
             self._started = None
             return self._death(1, f"its node {self.where} is gone".replace("  ", " "))
