@@ -248,10 +248,13 @@ class Inspector:
         named = {name for name in VIEWS if re.search(rf"\b{name}\b", sql, re.IGNORECASE)}
         with contextlib.ExitStack() as opened, duckdb.connect() as database:
             database.execute("SET threads = 2")
-            files = [str(Path("/proc/self/fd", str(opened.enter_context(file).fileno()))) for file in self._register(database.register, named)]
+            sealed = [opened.enter_context(file) for file in self._register(database.register, named)]
+            files = [f"/proc/self/fd/{file.fileno()}" for file in sealed]
             if "trajectories" in named:
                 database.execute(_trajectories_view(files))
-            database.execute(f"SET allowed_paths = {files}")
+            # DuckDB asks what a path resolves to: a name that retention takes away meanwhile resolves to itself, "(deleted)"
+            names = [str(Path(file.name).resolve()) for file in sealed]
+            database.execute(f"SET allowed_paths = {[*files, *names, *(f'{name} (deleted)' for name in names)]}")
             database.execute("SET enable_external_access = false")
             database.execute("SET lock_configuration = true")
             try:

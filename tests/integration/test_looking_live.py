@@ -37,7 +37,7 @@ def beside(name: str) -> Any:
 
 recorded_run, streams = beside("recorded_run"), beside("streams")
 PADDING = 240_000  # bytes of a trajectory's messages, so that every batch fills a segment of a megabyte
-PLAY_S = 0.05
+PLAY_S = 0.1
 
 
 def play(lease: Lease, member: int) -> Trajectory:
@@ -96,14 +96,14 @@ def check_rows(rows: list[dict[str, Any]]) -> None:
 @pytest.mark.timeout(300)
 def test_looking_and_replaying_beside_a_live_stream_that_is_sealed_and_removed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     run = recorded_run.make_run(
-        tmp_path, "learner.versions=100000", "learner.checkpoint={every: 2, keep_last: 4}", "buffer.segment_mb=1", "buffer.keep_gb=0.003",
+        tmp_path, "learner.versions=100000", "learner.checkpoint={every: 2, keep_last: 8}", "buffer.segment_mb=1", "buffer.keep_gb=0.003",
         "buffer.degenerate=mask",
     )  # fmt: skip
     replays: Counter[str] = Counter()
     with live(run):
         streams.wait_until(lambda: removed(run) > 0, 100.0)
         first, rounds, deadline = removed(run), 0, time.monotonic() + 90
-        while removed(run) < first + 3 or rounds < 2:
+        while removed(run) < first + 3 or rounds < 2 or not replays["0"]:
             assert time.monotonic() < deadline, "the stream goes on while it is looked at"
             rounds += 1
             code, out, err = command(capsys, "log", run, "--limit", "40")
@@ -131,7 +131,6 @@ def test_looking_and_replaying_beside_a_live_stream_that_is_sealed_and_removed(c
             replays[str(code)] += 1
             code, out, err = command(capsys, "audit", run)
             assert code == 0, (out, err)
-        assert replays["0"], replays
         with Inspector(run.folder) as inspector:  # somebody who reads slowly holds nobody up
             listed = inspector.listed(Filter())
             tables = inspector.tables(listed)

@@ -123,6 +123,36 @@ def test_a_statement_that_has_begun_keeps_the_sealed_files_that_retention_remove
         assert inspector.query(COUNT).to_pylist() == [{"n": 4, "d": 4}]
 
 
+def test_a_statement_reads_what_retention_removes_at_the_last_moment(tmp_path: Path, writer: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
+    import duckdb
+
+    writer.seal(1)
+
+    class Database:
+        """DuckDB, but retention comes just before the statement."""
+
+        def __init__(self) -> None:
+            self.real = connect()
+
+        def __enter__(self) -> Database:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            self.real.close()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.real, name)
+
+        def sql(self, statement: str) -> Any:
+            writer.remove(1)
+            return self.real.sql(statement)
+
+    connect = duckdb.connect
+    monkeypatch.setattr(duckdb, "connect", Database)
+    with Inspector(tmp_path) as inspector:
+        assert inspector.query(COUNT).to_pylist() == [{"n": 8, "d": 8}]
+
+
 def test_a_statement_leaves_out_a_sealed_file_that_went_before_it_was_opened(tmp_path: Path, writer: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
     writer.seal(1)
     with Inspector(tmp_path) as inspector:
