@@ -125,7 +125,8 @@ class Scorer(torch.nn.Module):
             x, entropy, hidden = self._score(batch, temperature)
         if self.value_head is None:
             return Scores(x, entropy)
-        return Scores(x, entropy, self.value_head(hidden.index_select(0, batch.source)), self.value_head(hidden.index_select(0, batch.after)))
+        values, after = (self.value_head(hidden.index_select(0, place)).clone() for place in (batch.source, batch.after))  # no view leaves: see below
+        return Scores(x, entropy, values, after)
 
     def _score(self, batch: MicroBatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """``x [N]``, ``entropy [N]`` and the body's hidden states ``[Q, H]``."""
@@ -136,7 +137,8 @@ class Scorer(torch.nn.Module):
                 hidden, logits = self._both(inputs)
             logits = logits.index_select(0, batch.source).float() / temperature
             every = torch.log_softmax(logits, dim=-1)
-            return every.gather(1, batch.targets[:, None])[:, 0], -(every.exp() * every).sum(-1), hidden
+            x = every.gather(1, batch.targets[:, None])[:, 0].clone()  # who shards this module hooks what leaves it, and a view may lose the hook
+            return x, -(every.exp() * every).sum(-1), hidden
         with autocast(device, self._dtype):
             hidden = self.model.base_model(**inputs).last_hidden_state[0]
         head = self.model.get_output_embeddings()
