@@ -40,7 +40,7 @@ def beside(name: str) -> ModuleType:
 
 rank_nursery, ranked, recorded_run = beside("rank_nursery"), beside("test_ranks"), beside("recorded_run")
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
 N = 3
 SETTINGS = (
@@ -125,7 +125,7 @@ def state(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=() if kind == list(KINDS)[-1] else pytest.mark.long) for kind in KINDS])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_kill_and_a_resume_after_n_steps_leave_no_trace(nurse: tuple[Any, Path], kind: str) -> None:
     nursery, folder = nurse
     num, policy = KINDS[kind]
