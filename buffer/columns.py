@@ -94,6 +94,8 @@ _SCALARS = (
 )
 _SMALL = pa.struct([SCHEMA.field(name) for name in (*_KEY, *_SCALARS, "reward_parts", "env_metrics", "segment", "turn_roles", "turn_rewards", "media")])
 _LISTS = [(name, SCHEMA.field(name).type, np.dtype(SCHEMA.field(name).type.value_type.to_pandas_dtype())) for name in (*_TOKEN_ARRAYS, *_RUN_ARRAYS)]
+_SMALL_NAMES = [field.name for field in _SMALL]  # Arrow makes an object of every field that is asked for
+_EXPERTS = SCHEMA.field("routed_experts").type
 _of_trajectory = operator.attrgetter(*_SCALARS)
 
 
@@ -112,7 +114,7 @@ def encode(trajectories: Sequence[Trajectory]) -> pa.RecordBatch:
             spans = [(span.digest, span.mime, span.start, span.length) for span in segment.media] if segment.media else ()
             small.append((*shared, index, segment.turn_roles, segment.turn_rewards, spans))
     try:
-        columns: dict[str, pa.Array] = dict(zip((field.name for field in _SMALL), pa.array(small, _SMALL).flatten(), strict=True))
+        columns: dict[str, pa.Array] = dict(zip(_SMALL_NAMES, pa.array(small, _SMALL).flatten(), strict=True))
         known: dict[tuple[int, ...], tuple[int, pa.Buffer]] = {}
         for name, list_type, dtype in _LISTS:
             arrays = [getattr(segment, name) for segment in segments]
@@ -130,10 +132,9 @@ def encode(trajectories: Sequence[Trajectory]) -> pa.RecordBatch:
 
 def _experts(segments: Sequence[Segment]) -> pa.Array:
     """The reserved column; most streams have nothing in it."""
-    kind = SCHEMA.field("routed_experts").type
     if all(segment.routed_experts is None for segment in segments):
-        return pa.nulls(len(segments), kind)
-    return pa.array([segment.routed_experts for segment in segments], kind)
+        return pa.nulls(len(segments), _EXPERTS)
+    return pa.array([segment.routed_experts for segment in segments], _EXPERTS)
 
 
 def _offsets(lengths: Sequence[int]) -> tuple[int, pa.Buffer]:

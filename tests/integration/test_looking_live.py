@@ -93,6 +93,7 @@ def check_rows(rows: list[dict[str, Any]]) -> None:
         assert row["reward"] == sent.reward
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_looking_and_replaying_beside_a_live_stream_that_is_sealed_and_removed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     run = recorded_run.make_run(
