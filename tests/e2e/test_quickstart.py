@@ -46,7 +46,7 @@ def test_a_short_quickstart_learns_within_its_bounds_and_its_books_close(tmp_pat
 
 
 def test_depth_0_is_synchronous_training_on_policy(tmp_path: Path) -> None:
-    rollstream(tmp_path, "train", "quickstart", "learner.versions=4", "buffer.depth=0", "buffer.max_lag=0", "warmup.steps=20")
+    rollstream(tmp_path, "train", "quickstart", "learner.versions=4", "buffer.depth=0", "buffer.max_lag=0", "warmup.steps=20", "learner.batch_groups=4")
     for row in rows_of(tmp_path / "runs" / "quickstart"):
         assert row["train/lag_max"] == 0
         assert row["loss/ratio_max"] == pytest.approx(1, abs=1e-4)

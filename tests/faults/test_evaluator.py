@@ -64,6 +64,7 @@ def played_twice(world: Any) -> list[tuple[int, int]]:
     return [key for key, attempts in found.items() if len(attempts) > 1]
 
 
+@pytest.mark.long
 def test_a_killed_evaluator_costs_the_members_it_was_playing_and_no_other(world: Any) -> None:
     start(world)
     for _ in range(3):
@@ -83,6 +84,7 @@ def test_a_killed_evaluator_costs_the_members_it_was_playing_and_no_other(world:
     assert 1 <= attempts <= 3, "leased again after each kill"
 
 
+@pytest.mark.long
 def test_a_stopped_evaluator_holds_up_neither_learner_nor_actors_and_what_was_due_meanwhile_is_skipped(world: Any) -> None:
     start(world)
     world.wait_until(lambda: members(world), "an evaluation going on")

@@ -198,6 +198,7 @@ def test_a_buffer_that_was_killed_comes_back_with_the_same_keys(run: Run) -> Non
     assert audit(run.folder).num_trajectories == 2
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_training_beyond_loopback_runs_with_an_actor_that_was_given_a_copy_of_the_keys(tmp_path: Path) -> None:
     port = streams.free_port()

@@ -205,6 +205,7 @@ def test_steps_a_kill_and_a_resume_equal_an_uninterrupted_run_bit_for_bit(whole:
     assert source.digests == {version: expected_source.digests[version] for version in source.digests}
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_kills_at_arbitrary_instants_while_checkpoints_are_written_cost_nothing(whole: tuple[Run, Recording], tmp_path: Path) -> None:
     expected, _ = whole

@@ -46,7 +46,7 @@ def beside(name: str) -> ModuleType:
 
 rank_nursery, architectures, ranked = beside("rank_nursery"), beside("test_architectures"), beside("test_ranks")
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
 BOTH = ("Qwen3", "Llama", "Gemma 3, sliding windows", "Qwen3-MoE", "DeepSeek-V3, latent attention and experts")
 THREE = ("Gemma", "Qwen3-MoE")

@@ -153,6 +153,7 @@ def test_a_run_reaches_its_last_version_exits_with_0_and_leaves_nothing_behind(s
     assert_books_close(job)
 
 
+@pytest.mark.long
 def test_an_actor_and_a_buffer_that_are_killed_are_started_again_and_nothing_is_lost(start: Callable[..., Job]) -> None:
     job = start("learner.versions=40")
     for name, version in (("actor-0", 3), ("buffer", 10)):
@@ -170,6 +171,7 @@ def test_an_actor_and_a_buffer_that_are_killed_are_started_again_and_nothing_is_
     assert job.leftovers() == []
 
 
+@pytest.mark.long
 def test_the_learners_death_ends_the_run_with_its_error_and_resume_goes_on(start: Callable[..., Job]) -> None:
     job = start("learner.versions=12", SCRIPTED)
     job.note_roles()
@@ -212,6 +214,7 @@ def test_ctrl_c_writes_a_checkpoint_exits_with_130_and_resume_goes_on(start: Cal
     assert_books_close(again)
 
 
+@pytest.mark.long
 def test_a_second_ctrl_c_ends_everything_at_once(start: Callable[..., Job]) -> None:
     job = start(FOR_EVER, SCRIPTED)
     job.note_roles()
@@ -256,6 +259,7 @@ def test_input_that_only_a_role_can_refuse_exits_with_2_and_leaves_no_folder(sta
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long
 def test_a_terminal_that_hangs_up_stops_the_run_in_order(start: Callable[..., Job]) -> None:
     job = start(FOR_EVER, SCRIPTED)
     job.note_roles()
@@ -276,6 +280,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
     job.finish()
 
 
+@pytest.mark.long
 def test_a_second_train_on_a_live_run_is_refused_and_the_first_goes_on(live: Job) -> None:
     second = Job(live.run_folder.parents[1], FOR_EVER, SCRIPTED, "--resume")
     code, _, err = second.end()
@@ -284,6 +289,7 @@ def test_a_second_train_on_a_live_run_is_refused_and_the_first_goes_on(live: Job
     live.wait_for_version(live.version() + 1)
 
 
+@pytest.mark.long
 def test_the_supervisor_loads_no_torch_and_takes_little_of_a_core(live: Job) -> None:
     supervisor = psutil.Process(live.process.pid)
     loaded = {Path(mapped.path).name for mapped in supervisor.memory_maps()}
@@ -295,10 +301,12 @@ def test_the_supervisor_loads_no_torch_and_takes_little_of_a_core(live: Job) -> 
     assert used_s / passed_s < 0.05
 
 
+@pytest.mark.long
 def test_the_books_of_a_live_run_close_too(live: Job) -> None:
     assert_books_close(live)
 
 
+@pytest.mark.long
 def test_an_actor_started_by_hand_joins_a_live_run_and_leaves_in_order(live: Job) -> None:
     command = [sys.executable, "-m", "rollstream", "actor", str(live.run_folder), "--id", "actor-by-hand"]
     actor = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

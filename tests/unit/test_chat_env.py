@@ -70,8 +70,8 @@ def test_a_conversation_passes_the_gymnasium_checker(env_class):
     check_env(env_class().unwrapped, skip_render_check=True)
 
 
-@pytest.mark.parametrize("env_id", registry.registered_ids())
-def test_every_registered_environment_passes_the_gymnasium_checker(env_id):
+@pytest.mark.parametrize("env_id", [env_id for env_id in registry.registered_ids() if env_id.startswith("rollstream/")])
+def test_every_shipped_environment_passes_the_gymnasium_checker(env_id):
     check_env(registry.make(env_id), skip_render_check=True)
 
 
