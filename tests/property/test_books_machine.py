@@ -134,7 +134,7 @@ class BooksMachine(RuleBasedStateMachine):
     def a_score_comes(self, data: st.DataObject, value: float) -> None:
         unscored = sorted(key for key, fact in self.finished.items() if fact.reward is None)
         fact = self.finished[data.draw(st.sampled_from(unscored))]
-        amendment = Amendment(0, fact.group_id, fact.member, WHOLE, fact.attempt, REWARD, value, "judge", 0.0)
+        amendment = Amendment(fact.lineage, fact.group_id, fact.member, WHOLE, fact.attempt, REWARD, value, "judge", 0.0)
         row = self.ledger.group(fact.group_id)
         assert row is not None
         if fact.status == "failed" or row.state != "open":
