@@ -233,7 +233,7 @@ def test_sampled_tokens_that_are_not_canonical_change_nothing_after_them(name):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_of_a_page_that_cannot_fit_only_as_much_is_tokenized_as_shows_it(name, monkeypatch):
     tokenizer, renderer, tools = family(name)
-    page = "all work and no play " * 20_000
+    page = "all work and no play " * 3_000
     said = [tool_result(page, assistant_call("get", key="b")["tool_calls"][0])] if tools else [user(page)]
     whole, first = renderer.extend(said, closed=True), renderer.initial([user(page)])
     encode, lengths = tokenizer.encode, []
