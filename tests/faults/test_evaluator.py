@@ -114,9 +114,9 @@ def test_after_kills_of_every_role_the_books_of_evaluations_close_and_every_toke
             world.start(name, draw.randrange(2**31))
     done = states(world).get("done", 0)
     world.wait_until(lambda: states(world).get("done", 0) >= done + 2, "evaluations after the kills")
-    report = world.audit()
+    before, report, after = len(members(world)), world.audit(), len(members(world))  # the run goes on meanwhile
     assert report.evaluations["done"] >= 2
-    assert report.num_evaluated == len(members(world))
+    assert before <= report.num_evaluated <= after
     assert played_twice(world) == []
     strays = "SELECT count(*) FROM evaluation_members m JOIN evaluation_groups USING (group_id) JOIN evaluations e USING (evaluation_id)"
     assert world.rows(f"{strays} WHERE m.min_version != e.version OR m.max_version != e.version")[0][0] == 0
