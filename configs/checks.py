@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ..errors import ConfigError, MissingExtra
-from .learner_schema import FsdpPolicy
+from .learner_schema import FsdpPolicy, Lora
 from .run_folder import Run
 from .schema import Config, Env, FolderModel, RayLauncher, TinyModel
 
@@ -63,6 +63,7 @@ def check_machine(run: Run) -> None:
     Raises :class:`ConfigError`, :class:`MissingExtra`.
     """
     check_tracking(run.config)
+    check_adapters(run.config.learner.policy.lora)
     launcher = run.config.launcher
     if not isinstance(launcher, RayLauncher) or launcher.address is None:  # on a cluster the buffer may be elsewhere
         _check_port(run.config.buffer.endpoint)
@@ -93,6 +94,12 @@ def check_tracking(config: Config) -> None:
     """Raises :class:`MissingExtra` where rows are to go to a library that is not installed."""
     if config.tracking.wandb is not None and importlib.util.find_spec("wandb") is None:
         raise MissingExtra("tracking.wandb needs wandb, not installed here: pip install 'rollstream[wandb]', or leave tracking.wandb out")
+
+
+def check_adapters(lora: Lora | None) -> None:
+    """Raises :class:`MissingExtra` where adapters are to be trained and their library is not installed."""
+    if lora is not None and importlib.util.find_spec("peft") is None:
+        raise MissingExtra("learner.policy.lora needs peft, not installed here: pip install 'rollstream[lora]', or leave learner.policy.lora out")
 
 
 def weights_bytes(config: Config) -> int:

@@ -33,25 +33,27 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One section: where it lies, of which kind where there are several, what it is for, and its keys."""
+    """One section: where it lies, of which kind where there are several, what it is for, its keys, and whether null may stand in its place."""
 
     path: str
     kind: str
     text: str
     keys: tuple[Key, ...]
+    may_be_null: bool
 
 
-def parts(section: type[Section] = Config, path: str = "", role: str = "") -> Iterator[Part]:
+def parts(section: type[Section] = Config, path: str = "", role: str = "", may_be_null: bool = False) -> Iterator[Part]:
     """Every section of the schema from ``section`` on, outer ones first. A section in a list has ``[]`` behind its name."""
     fields = section.model_fields
     inner = {name: _sections(field.annotation) for name, field in fields.items()}
     kind = str(typing.get_args(fields["kind"].annotation)[0]) if typing.get_origin(getattr(fields.get("kind"), "annotation", None)) is Literal else ""
     keys = tuple(_key(path, name, field, section) for name, field in fields.items() if not inner[name])
-    yield Part(path, kind, " ".join([*inspect.cleandoc(section.__doc__ or "").split(), *role.split()]), keys)
+    yield Part(path, kind, " ".join([*inspect.cleandoc(section.__doc__ or "").split(), *role.split()]), keys, may_be_null)
     for name, found in inner.items():
         listed = "[]" if typing.get_origin(fields[name].annotation) is tuple else ""
         for member in found:
-            yield from parts(member, f"{path}.{name}{listed}" if path else f"{name}{listed}", fields[name].description or "")
+            below = f"{path}.{name}{listed}" if path else f"{name}{listed}"
+            yield from parts(member, below, fields[name].description or "", type(None) in typing.get_args(fields[name].annotation))
 
 
 def explained(section: Section) -> str:

@@ -262,7 +262,7 @@ class Alarms(Section):
     invalid_stop: Fraction | None = None
     """The same, above which the run stops; ``actors.max_invalid_share`` judges the latest episodes of all actors instead."""
     max_skipped: int = Field(default=5, ge=0, le=MAX_VERSIONS)
-    """Consecutive steps skipped for a non-finite gradient before the run stops."""
+    """Consecutive steps skipped, for a non-finite gradient or for want of anything to train on (equal rewards, say), before the run stops."""
 
 
 class Learner(Section):

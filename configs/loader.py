@@ -1,6 +1,7 @@
 """Reads a configuration: YAML, presets, dotted overrides, validation; and writes or reopens a run folder.
 
-Order of precedence, lowest first: defaults of the schema, the preset named by ``learner.preset``, the YAML file, overrides ``a.b=value``.
+Order of precedence, lowest first: defaults of the schema, the preset named by ``learner.preset``, the YAML file, overrides ``a.b=value``;
+a mapping given as an override is merged into the section that is there (``overrides``).
 YAML is 1.2 (``1e-5`` is a number, ``no`` is a word); duplicate keys are refused.
 """
 
@@ -25,13 +26,13 @@ from ruamel.yaml.error import YAMLError
 
 from ..errors import ConfigError, RunFolderError
 from .learner_schema import Learner
+from .overrides import TOO_DEEP, apply_override, merge
 from .problems import problems_of
 from .resume import resumed_config
 from .run_folder import ForkPoint, Run
 from .schema import Config, Sampling
 
 _PACKAGE = importlib.resources.files(__name__.rpartition(".")[0])
-_TOO_DEEP = "brackets or sections lie too deep in one another; a configuration has a handful of levels"
 _RECORDED_PACKAGES = ("rollstream", "torch", "transformers", "tokenizers", "pyarrow", "pyzmq", "numpy", "gymnasium")
 
 
@@ -44,7 +45,7 @@ def load_config(source: str | Path, overrides: Iterable[str] = ()) -> Config:
     values = _parse(text, name)
     values.pop("provenance", None)  # a run's own config.yaml is a configuration too
     for override in overrides:
-        _apply_override(values, override)
+        apply_override(values, override)
     return _validate(_with_lengths(_with_preset(values, name)), name)
 
 
@@ -55,7 +56,7 @@ def overridden(config: Config, overrides: Iterable[str]) -> Config:
     """
     values = config.model_dump(mode="json")
     for override in overrides:
-        _apply_override(values, override)
+        apply_override(values, override)
     return _validate(_with_lengths(values), "the run's configuration")
 
 
@@ -116,7 +117,13 @@ def load_resumed(source: str | Path, overrides: Sequence[str] = (), *, fork: boo
     Raises :class:`RunFolderError` where there is no such run, or where an override contradicts the record.
     """
     config = load_config(source, overrides)
-    return resumed_config(config, load_run(Path(config.folder) / config.name).config, overrides, fork=fork)
+    folder, written = (Path(config.folder) / config.name).resolve(), Path(source).resolve().parent
+    if Path(source).name == "config.yaml" and (written / "ledger.sqlite").is_file() and written != folder:
+        raise RunFolderError(
+            f"{source} is the record of the run in {written}, but its folder and name say {folder}; "
+            f"add folder={written.parent} name={written.name} to go on with the one it lies in"
+        )
+    return resumed_config(config, load_run(folder).config, overrides, fork=fork)
 
 
 def dump_config(config: Config) -> str:
@@ -166,45 +173,12 @@ def _parse(text: str, name: str) -> dict[str, Any]:
     except YAMLError as error:
         raise ConfigError(f"{name}: not valid YAML: {' '.join(str(error).split())}") from None
     except RecursionError:
-        raise ConfigError(f"{name}: {_TOO_DEEP}") from None
+        raise ConfigError(f"{name}: {TOO_DEEP}") from None
     if values is None:
         raise ConfigError(f"{name} is empty; it needs at least name, env and learner, see `rollstream show-config quickstart`")
     if not isinstance(values, dict):
         raise ConfigError(f"{name}: holds {type(values).__name__}, expected a mapping of keys such as name, env, learner")
     return cast("dict[str, Any]", values)
-
-
-def _apply_override(values: dict[str, Any], override: str) -> None:
-    path, separator, text = override.partition("=")
-    keys = path.split(".")
-    if not separator or not all(keys):
-        raise ConfigError(f"override {override!r} is not of the form a.b=value")
-    try:
-        value: object = YAML(typ="safe", pure=True).load(text)
-    except YAMLError as error:
-        raise ConfigError(f"override {override!r}: the value is not valid YAML: {' '.join(str(error).split())}") from None
-    except RecursionError:
-        raise ConfigError(f"override {override[:80]!r}: {_TOO_DEEP}") from None
-    _set_at(values, keys, value, override)
-
-
-def _set_at(node: object, keys: Sequence[str], value: object, override: str, above: str = "") -> None:
-    """Sets what lies under ``keys`` below ``node``, which lies at ``above``; a number is a place in a list."""
-    place: Any = keys[0]
-    if isinstance(node, list):
-        if not keys[0].isdigit() or int(keys[0]) >= len(cast("list[Any]", node)):
-            last = len(cast("list[Any]", node)) - 1
-            raise ConfigError(f"override {override!r}: {above} is a list; name a place in it, {above}.0 to {above}.{last}")
-        place = int(keys[0])
-    elif not isinstance(node, dict):
-        raise ConfigError(f"override {override!r}: {above} is {node!r}, not a section with keys of its own")
-    inner: Any = node
-    if len(keys) == 1:
-        inner[place] = value
-        return
-    if isinstance(node, dict):
-        inner.setdefault(place, {})
-    _set_at(inner[place], keys[1:], value, override, keys[0])
 
 
 def _with_preset(values: dict[str, Any], name: str) -> dict[str, Any]:
@@ -215,7 +189,7 @@ def _with_preset(values: dict[str, Any], name: str) -> dict[str, Any]:
     if preset not in known:
         raise ConfigError(f"{name}: learner.preset: {preset!r} is not one of {', '.join(known)}")
     fragment = _parse((_PACKAGE / "presets" / f"{preset}.yaml").read_text(encoding="utf-8"), f"presets/{preset}.yaml")
-    return _merge(fragment, values)
+    return merge(fragment, values)
 
 
 def _with_lengths(values: dict[str, Any]) -> dict[str, Any]:
@@ -232,7 +206,7 @@ def _with_lengths(values: dict[str, Any]) -> dict[str, Any]:
         filled["advantage"] = {"overlong": lengths}
     if _at(values, "learner", "loss").get("agg") == "seq_mean_fixed":
         filled["loss"] = {"agg_length": _at(values, "learner", "loss").get("agg_length") or longest}
-    return _merge(values, {"learner": filled}) if filled else values
+    return merge(values, {"learner": filled}) if filled else values
 
 
 def _at(values: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:
@@ -241,14 +215,6 @@ def _at(values: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:
         below = values.get(key)
         values = cast("Mapping[str, Any]", below) if isinstance(below, dict) else {}
     return values
-
-
-def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(below)
-    for key, value in above.items():
-        under = merged.get(key)
-        merged[key] = _merge(under, value) if isinstance(under, dict) and isinstance(value, dict) else value
-    return merged
 
 
 def _validate(values: dict[str, Any], name: str) -> Config:

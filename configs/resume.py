@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..errors import RunFolderError
+from .overrides import named_keys
 from .schema import Config
 
 LASTING = ("seed", "model", "env", "warmup", "learner.value", "learner.policy.lora")
@@ -32,7 +33,7 @@ def resumed_config(given: Config, recorded: Config, overrides: Iterable[str], *,
 
     Raises :class:`RunFolderError` where an override of this very command asks for another value: silence would ignore it.
     """
-    asked = [override.partition("=")[0] for override in overrides]
+    asked = [key for override in overrides for key in named_keys(override)]
     wanted, kept = given.model_dump(), recorded.model_dump()
     if _get(wanted, "learner.policy.kind") == _get(kept, "learner.policy.kind"):
         for path in LAYOUT:

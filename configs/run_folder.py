@@ -73,9 +73,9 @@ class Run:
         return self.folder / "stream"
 
     @property
-    def local_stream_folder(self) -> Path | None:
-        """The log, where the buffer writes it on this very machine; None where that is not certain."""
-        return self.stream_folder if self.endpoint.startswith("ipc://") else None
+    def is_local(self) -> bool:
+        """Whether the buffer writes the run's folder on this very machine; False where that is not certain."""
+        return self.endpoint.startswith("ipc://")
 
     @property
     def blobs_folder(self) -> Path:

@@ -108,8 +108,8 @@ class Buffer(Section):
     """Longest wait of the learner for its batch, or of an actor for weights, without any progress; then the run ends, naming whom it waited for."""
     compression: Literal["none", "lz4", "zstd"] = "none"
     """Of rows on the wire and in the log; a core compresses about 0.6 GB/s with lz4, so it is for networks and full disks."""
-    lease_timeout_s: Seconds = 60.0
-    """Silence of an actor after which its leases are offered to others."""
+    lease_timeout_s: float = Field(default=60.0, ge=1.5, le=2_592_000)
+    """Silence of an actor, which speaks every second, after which its leases are offered to others."""
     max_infra_attempts: int = Field(default=3, ge=1, le=1000)
     """How often a member may fail for the world around it (infrastructure) until that is its outcome; before, it is played again."""
     max_env_attempts: int = Field(default=2, ge=1, le=1000)

@@ -12,8 +12,8 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 Positive = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Rate = Annotated[float, Field(gt=0, le=1)]
-Seconds = Annotated[float, Field(gt=0, le=2_592_000)]
-"""Of a time-out: up to a month."""
+Seconds = Annotated[float, Field(ge=0.001, le=2_592_000)]
+"""Of a time-out: from a millisecond to a month."""
 Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:\d{1,3})?)$")]
 MAX_VERSIONS = 1_000_000_000
 """Versions are kept as int32 in the stream."""

@@ -12,8 +12,10 @@ HEAD = """# Configuration
 <!-- Made by docs/generate.py from configs/schema.py; change the meanings there. -->
 
 Every key of a configuration file. Values come, lowest first, from the defaults below, the preset named by `learner.preset`, the YAML file, and overrides
-`a.b=value` on the command line. A key that is not listed is refused. Beyond these bounds `rollstream check` tests what the keys mean together.
-`rollstream show-config CONFIG` prints the resolved values, with `--explain` also the meanings. A key without a default is required.
+`a.b=value` on the command line. A mapping given there is merged into the section that is there, key by key: `learner.optimizer={weight_decay: 0.1}` leaves
+the learning rate alone. It takes the section's place where it names another `kind` of it; lists and all other values replace. To begin a section anew, set
+it to `null` first (`env.kwargs=null 'env.kwargs={colour: red}'`). A key that is not listed is refused. Beyond these bounds `rollstream check` tests what the
+keys mean together. `rollstream show-config CONFIG` prints the resolved values, with `--explain` also the meanings. A key without a default is required.
 """
 
 

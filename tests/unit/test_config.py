@@ -143,6 +143,17 @@ def test_a_resume_refuses_an_override_that_contradicts_the_record(tmp_path: Path
     assert "as recorded" in str(caught.value)
 
 
+def test_a_run_that_was_moved_is_not_taken_for_the_one_its_record_names(tmp_path: Path) -> None:
+    run = create_run(load_config(write(tmp_path, MINIMAL), [f"folder={tmp_path / 'runs'}"]), resume=False)
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    (moved / "ledger.sqlite").touch()
+    (moved / "config.yaml").write_text(run.config_path.read_text())
+    with pytest.raises(RunFolderError, match=rf"record of the run in {moved}, but its folder and name say {run.folder}; add folder={tmp_path} name=moved"):
+        load_resumed(moved / "config.yaml", [])
+    assert load_resumed(moved / "config.yaml", [f"folder={tmp_path}", "name=moved"]).name == "moved"
+
+
 def test_a_file_that_is_no_text_a_folder_and_an_empty_file_are_named(tmp_path: Path) -> None:
     binary = tmp_path / "binary.yaml"
     binary.write_bytes(b"\xff\xfe name: a")

@@ -65,6 +65,8 @@ def test_true_stays_a_truth_value_and_an_argument_of_an_environment() -> None:
         ("learner.optimizer.learning_rate=3", ("learner.optimizer.learning_rate", "give a number > 0, ≤ 1, such as its default 1e-06")),
         ("learner.checkpoint.keep_every=0", ("keep_every", "got 0", "give an integer ≥ 1, ≤ 1000000000, or null")),
         ("actors.episode_timeout_s=1e12", ("actors.episode_timeout_s", "≤ 2592000")),
+        ("actors.episode_timeout_s=1e-9", ("actors.episode_timeout_s", "≥ 0.001")),
+        ("buffer.lease_timeout_s=1", ("buffer.lease_timeout_s", "give a number ≥ 1.5, ≤ 2592000")),
         ("name=a/b", ("name", "'a/b'", "name of the run and of its folder")),
         ("learner.loss.kl=k9", ("learner.loss.kl", "'k1', 'k2', 'k3' or 'abs'", "'k9'")),
     ],
@@ -92,6 +94,26 @@ def test_an_unknown_key_is_told_with_the_one_that_was_meant(override: str, meant
     line = refusal(override)
     assert "unknown key" in line
     assert meant in line
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("learner.policy.lora=true", "learner.policy.lora: true is no section; give a section such as {rank: 16}, or null"),
+        ("learner.policy={kind: fsdp, ranks: 2, lora: 8}", "learner.policy.lora: 8 is no section; give a section such as {rank: 16}, or null"),
+        ("launcher={kind: ray, actor: 2}", "launcher.actor: 2 is no section; give a section such as {cpus: 1}"),
+        ("env=hello", "env: 'hello' is no section; give a section with id"),
+        ("tracking=3", "tracking: 3 is no section; give a section, a mapping of keys"),
+    ],
+)
+def test_a_value_in_the_place_of_a_section_is_told_with_what_a_section_looks_like(override: str, line: str) -> None:
+    assert refusal(override).endswith(line)
+
+
+@pytest.mark.parametrize("override", ["learner.policy={kind: fsdp, ranks: x}", "learner.policy={kind: fsdp, ranks: 2, lora: {rank: x}}"])
+def test_no_kind_of_a_section_stands_in_the_name_of_a_key(override: str) -> None:
+    assert "learner.policy.fsdp" not in refusal(override)
+    assert "give an integer" in refusal(override)
 
 
 def test_a_missing_key_is_told_with_its_meaning(tmp_path: Path) -> None:
