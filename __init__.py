@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .configs.loader import load_config
     from .configs.schema import Config
     from .envs.chat import ChatEnv, Message, Turn, tool
+    from .envs.messages import assistant, assistant_call, tool_result, user
     from .envs.registry import register, registered_ids
     from .errors import RollstreamError
 
@@ -24,12 +25,31 @@ _HOMES = {
     "Message": "envs.chat",
     "Turn": "envs.chat",
     "tool": "envs.chat",
+    "assistant": "envs.messages",
+    "assistant_call": "envs.messages",
+    "tool_result": "envs.messages",
+    "user": "envs.messages",
     "register": "envs.registry",
     "registered_ids": "envs.registry",
     "RollstreamError": "errors",
 }
 
-__all__ = ["ChatEnv", "Config", "Message", "RollstreamError", "Turn", "__version__", "load_config", "register", "registered_ids", "tool"]
+__all__ = [
+    "ChatEnv",
+    "Config",
+    "Message",
+    "RollstreamError",
+    "Turn",
+    "__version__",
+    "assistant",
+    "assistant_call",
+    "load_config",
+    "register",
+    "registered_ids",
+    "tool",
+    "tool_result",
+    "user",
+]
 
 
 def __getattr__(name: str) -> object:

@@ -54,7 +54,7 @@ class EnvPool:
         """Closes an environment. What its code raises then costs one warning, told once, and no more: its episodes are played."""
         try:
             env.close()
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's code may raise anything
+        except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - a user's code may raise anything
             if env_id not in self._told:
                 self._told.add(env_id)
                 logger.warning("env=%s close=failed error=%s", env_id, json.dumps(f"{name_and_text(error)}{user_line(error)}"))

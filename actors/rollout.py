@@ -238,7 +238,7 @@ async def _in_env(episode: _Episode, call: Coroutine[Any, Any, Result]) -> Resul
         raise InfraError("the environment did not answer before actors.episode_timeout_s passed; make it faster or raise the limit") from None
     except EnvError:
         raise
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
         raise EnvError(f"{name_and_text(error)}{user_line(error)}") from error
     finally:
         episode.env_s += time.perf_counter() - started

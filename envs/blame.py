@@ -5,6 +5,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import numpy as np
+
+from .messages import named
+
 _MAX_TEXT = 300
 
 
@@ -35,3 +39,11 @@ def user_line(error: BaseException) -> str:
             found = f" ({Path(code.co_filename).name}, line {trace.tb_lineno})"
         trace = trace.tb_next
     return found
+
+
+def number_needed(value: object) -> str:
+    """Says of what stands in the place of a number that it is none; of a tensor or an array, how to make it one."""
+    if value is None or isinstance(value, float | np.floating):
+        return f"{value!r}; it must be a finite number"
+    text = " ".join(repr(value).split())
+    return f"{text if len(text) <= 60 else f'{text[:60]}…'}, {named(value).lower()}; give {'float(…)' if hasattr(value, '__float__') else 'a finite number'}"

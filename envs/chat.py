@@ -40,7 +40,7 @@ import numpy as np
 
 from ..errors import ConfigError, EnvError, InfraError, RollstreamError
 from . import loop
-from .blame import name_and_text, user_line
+from .blame import name_and_text, number_needed, user_line
 from .messages import Message, ToolCall, assistant, problem_with, tool_result, user
 from .spaces import Assistant, Messages
 from .tools import BadCall, Tool, describe, is_tool, tool
@@ -268,7 +268,7 @@ class ChatEnv(gymnasium.Env[Observation, Message | str]):
         return self._turn("malformed_call", await self._ask("malformed_call", self.malformed_call, problem))
 
     def _collect(self, method: str, replies: Sequence[tuple[Turn, Callable[[str], Message]]]) -> tuple[Observation, list[Turn]]:
-        spoken = [(turn, of_text) for turn, of_text in replies if turn.content != "" or not (turn.done or turn.truncated)]
+        spoken = [(turn, of_text) for turn, of_text in replies if not isinstance(turn.content, str) or turn.content or not (turn.done or turn.truncated)]
         messages = [message for turn, of_text in spoken for message in self._messages(method, turn.content, of_text)]
         return tuple(messages), [turn for turn, _ in replies]
 
@@ -305,7 +305,7 @@ class ChatEnv(gymnasium.Env[Observation, Message | str]):
             result = await result if inspect.isawaitable(result) else result
         except RollstreamError:
             raise
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
             raise EnvError(f"{self._id}: {name} raised {name_and_text(error)}{user_line(error)}") from error
         if isinstance(result, tuple) and name != "task":
             raise EnvError(f"{self._id}: {name} returned a tuple; return text, a message, a list of those, or rollstream.Turn(text, reward=…)")
@@ -333,7 +333,7 @@ class ChatEnv(gymnasium.Env[Observation, Message | str]):
             if isinstance(value, bool | np.bool_) and name not in turn.metrics:
                 raise EnvError(f"{self._id}: {method} returned {name} {value}; a reward is a number: write {float(value)} or float(…)")
             if not isinstance(value, int | float | np.number | np.bool_) or not math.isfinite(value):
-                raise EnvError(f"{self._id}: {method} returned {name} {value!r}; it must be a finite number")
+                raise EnvError(f"{self._id}: {method} returned {name} {number_needed(value)}")
         return turn
 
     def _messages(self, method: str, says: Any, of_text: Callable[[str], Message]) -> Observation:
@@ -365,9 +365,9 @@ def _inspect(env: ChatEnv) -> dict[str, Tool]:
 def _as_message(action: Any, env_id: str) -> Message:
     if isinstance(action, str):
         return assistant(action)
-    problem = problem_with(action) or ("" if action["role"] == "assistant" else f"role {action['role']!r}, but the policy speaks as assistant")
+    problem = problem_with(action) or ("" if action["role"] == "assistant" else f"a message with role {action['role']!r}, but the policy speaks as assistant")
     if problem:
-        raise EnvError(f"{env_id}: step needs text or an assistant message: {problem}")
+        raise EnvError(f"{env_id}: step needs text or an assistant message and was given {problem}")
     return action
 
 

@@ -65,19 +65,37 @@ def tool_result(content: str, call: ToolCall | None = None) -> Message:
 
 
 def problem_with(value: object) -> str | None:
-    """Why ``value`` is not a message, in one line; None when it is one."""
+    """What ``value`` is, where it is no message: a noun with its remedy, which reads well after "returned"; None when it is one."""
     if not isinstance(value, dict):
-        return f"a message is a dict with role and content, not {type(value).__name__}"
+        return f"{named(value)}, which is neither text nor a message (a dict with role and content)"
     message = cast(dict[str, Any], value)
+    if "role" not in message and "type" in message:
+        return f"a part of type {message['type']!r}, which is no message (a dict with role and content){_no_images([message])}"
     if message.get("role") not in ROLES:
-        return f"role {message.get('role')!r} is none of {', '.join(ROLES)}"
-    if not isinstance(message.get("content"), str):
-        return f"content of a message is text, not {type(message.get('content')).__name__}"
-    if half := half_character(message["content"]):
+        return f"a message with role {message.get('role')!r}, which is none of {', '.join(ROLES)}"
+    content = message.get("content")
+    if not isinstance(content, str):
+        return f"a message whose content is {named(content)}, not text{_no_images(content)}"
+    if half := half_character(content):
         return f"content with {half}, which is no text; decode what you read with errors='replace'"
     if "tool_calls" in message:
         return _problem_with_calls(message["tool_calls"])
     return None
+
+
+def named(value: object) -> str:
+    """``value`` for a sentence: a plain number or None itself, of anything else its type with an article."""
+    if value is None or isinstance(value, int | float):
+        return repr(value)
+    name = type(value).__name__
+    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
+
+
+def _no_images(content: object) -> str:
+    """What to know about images, where ``content`` has one among its parts."""
+    parts = cast("list[object]", content) if isinstance(content, list) else [content]
+    types = [str(cast("dict[str, Any]", part).get("type")) for part in parts if isinstance(part, dict)]
+    return "; images in observations are not there yet, say in words what there is to see" if any("image" in name for name in types) else ""
 
 
 def half_character(text: str) -> str:
@@ -91,14 +109,14 @@ def half_character(text: str) -> str:
 
 def _problem_with_calls(calls: object) -> str | None:
     if not isinstance(calls, list):
-        return f"tool_calls is a list, not {type(calls).__name__}"
+        return f"a message whose tool_calls are {named(calls)}, not a list"
     for call in cast(list[Any], calls):
         function = cast(dict[str, Any], call).get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict):
-            return "a tool call is a dict with type 'function' and function {name, arguments}"
+            return "a tool call that is no dict with type 'function' and function {name, arguments}"
         called = cast(dict[str, Any], function)
         if not isinstance(called.get("name"), str) or not isinstance(called.get("arguments"), dict | str):
-            return "the function of a tool call has a name (text) and arguments (an object)"
+            return "a tool call whose function has no name (text) and arguments (an object)"
     return None
 
 

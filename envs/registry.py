@@ -213,7 +213,7 @@ def _create(registration: Registration, **kwargs: Any) -> ChatEnv:
         env: object = entry(**kwargs)
     except RollstreamError:
         raise
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
         raise EnvError(f"{env_id}: its constructor raised {name_and_text(error)}{user_line(error)}") from error
     if not isinstance(env, ChatEnv):
         raise ConfigError(f"{env_id}: {_name_of(entry)} made a {type(env).__name__}, not a rollstream.ChatEnv; derive its class from ChatEnv")

@@ -20,7 +20,7 @@ from ..errors import ConfigError, EnvError, RollstreamError
 from . import registry
 from .blame import name_and_text, user_line
 from .chat import ChatEnv
-from .messages import assistant, assistant_call
+from .messages import Message, assistant, assistant_call
 
 LIMIT_S = 20.0
 """How long one reset or step may take in a trial; a larger ``step_timeout_s`` of the environment counts instead."""
@@ -36,6 +36,7 @@ class _Progress:
     since: float = field(default_factory=time.monotonic)
     limit_s: float = LIMIT_S
     notices: list[str] = field(default_factory=list[str])
+    scored: bool = False
     failure: BaseException | None = None
 
     def enter(self, phase: str) -> None:
@@ -87,7 +88,7 @@ async def _play(env_id: str, kwargs: Mapping[str, Any], demonstrates: bool, prog
     progress.enter("start")
     _, info = await env.areset(seed=0)
     progress.enter("respond")
-    await env.astep(assistant("hello"))
+    await _step(env, assistant("hello"), progress)
     for schema in [tool["function"] for tool in info["tools"]]:
         name, arguments = schema["name"], sample_arguments(schema["parameters"])
         if not schema["description"]:
@@ -95,9 +96,19 @@ async def _play(env_id: str, kwargs: Mapping[str, Any], demonstrates: bool, prog
         progress.enter("start")
         await env.areset(seed=0)
         progress.enter(f"tool {name}({json.dumps(arguments, ensure_ascii=False)})")
-        await env.astep(assistant_call(name, **arguments))
+        await _step(env, assistant_call(name, **arguments), progress)
+    if not progress.scored:
+        progress.notices.append(
+            f"{env_id}: no turn of the trial was scored; where no turn ever gives a reward, rollstream.Turn(text, reward=…), every episode counts 0 and "
+            "nothing is learnt"
+        )
     progress.enter("close")
     env.close()
+
+
+async def _step(env: ChatEnv, message: Message, progress: _Progress) -> None:
+    *_, info = await env.astep(message)
+    progress.scored |= info["turn_reward"] is not None or "score_later" in info
 
 
 def sample_arguments(parameters: Mapping[str, Any]) -> dict[str, Any]:

@@ -250,10 +250,10 @@ class Broken(ChatEnv):
 @pytest.mark.parametrize(
     ("message", "error"),
     [
-        ("nothing", "Broken: respond returned a message is a dict"),
-        ("number", "respond returned a message is a dict with role and content, not int"),
+        ("nothing", "Broken: respond returned None, which is neither text nor a message (a dict with role and content); return text, a message, a list"),
+        ("number", "Broken: respond returned 3, which is neither text nor a message"),
         ("nan", "respond returned reward nan; it must be a finite number"),
-        ("text", "respond returned reward '1'"),
+        ("text", "respond returned reward '1', a str; give a finite number"),
         ("half", r"respond returned content with half a character ('\ud800' at 0), which is no text"),
         ("half in a list", r"respond returned content with half a character ('\udfff' at 1)"),
         ("bool", "respond returned reward True; a reward is a number: write 1.0"),
@@ -263,8 +263,8 @@ class Broken(ChatEnv):
         (assistant_call("fail", how="raise"), "Broken: fail raised ZeroDivisionError: division by zero"),
         (assistant_call("fail", how="none"), "Broken: fail returned None; return text"),
         (assistant_call("fail", how="object"), "Broken: fail returned object, which is neither text nor JSON"),
-        (user("hello"), "step needs text or an assistant message: role 'user'"),
-        (5, "step needs text or an assistant message"),
+        (user("hello"), "step needs text or an assistant message and was given a message with role 'user'"),
+        (5, "step needs text or an assistant message and was given 5, which is neither"),
     ],
 )
 def test_a_mistake_in_user_code_names_environment_and_method(message, error):

@@ -9,7 +9,9 @@ import sys
 import time
 from typing import Any, Literal
 
+import numpy as np
 import pytest
+import torch
 
 from rollstream.envs import registry
 from rollstream.envs.chat import ChatEnv, Turn, tool
@@ -24,7 +26,7 @@ class Good(ChatEnv):
         return "hi"
 
     def respond(self, message):
-        return Turn("ok", done=True)
+        return Turn("ok", reward=1.0, done=True)
 
 
 class StartRaises(Good):
@@ -45,6 +47,11 @@ class RespondSleeps(Good):
 class RespondExits(Good):
     def respond(self, message):
         sys.exit(3)
+
+
+class RespondInterrupts(Good):
+    def respond(self, message):
+        raise KeyboardInterrupt
 
 
 class RespondTuple(Good):
@@ -112,6 +119,7 @@ def registered(monkeypatch: pytest.MonkeyPatch, env_class: type[ChatEnv]) -> Non
         (StartHangs, "test-trial/It-v0: start did not return within 0.3 s; make it faster, or allow more with register(…, step_timeout_s=…)"),
         (RespondSleeps, "test-trial/It-v0: respond did not return within 0.3 s"),
         (RespondExits, "test-trial/It-v0: respond raised SystemExit: 3 (test_trial.py, line "),
+        (RespondInterrupts, "test-trial/It-v0: respond raised KeyboardInterrupt (test_trial.py, line "),
         (RespondTuple, "test-trial/It-v0: respond returned a tuple; return text, a message, a list of those, or rollstream.Turn(text, reward=…)"),
         (StartTuple, "test-trial/It-v0: start returned a tuple"),
         (ToolTuple, "test-trial/It-v0: look returned a tuple"),
@@ -180,3 +188,51 @@ def test_sample_arguments_fit_a_schema_without_a_type() -> None:
         "b": None,
         "c": [],
     }
+
+
+def saying(says: Any) -> type[ChatEnv]:
+    class Says(Good):
+        def respond(self, message):
+            return says
+
+    return Says
+
+
+IMAGE = [{"type": "text", "text": "look"}, {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}]
+
+
+@pytest.mark.parametrize(
+    ("says", "line"),
+    [
+        (
+            1.0,
+            "respond returned 1.0, which is neither text nor a message (a dict with role and content); return text, a message, a list of them",
+        ),
+        (None, "respond returned None, which is neither text nor a message (a dict with role and content); return text"),
+        (np.zeros(2), "respond returned a ndarray, which is neither text nor a message"),
+        ({"role": "user", "content": IMAGE}, "respond returned a message whose content is a list, not text; images in observations are not there yet"),
+        (
+            IMAGE[1:],
+            "respond returned a part of type 'image_url', which is no message (a dict with role and content); images in observations are not there yet",
+        ),
+        ({"role": "robot", "content": ""}, "respond returned a message with role 'robot', which is none of system, user, assistant, tool"),
+        (Turn("ok", reward=torch.tensor(1.0)), "respond returned reward tensor(1.), a tensor; give float(…)"),
+        (Turn("ok", reward=torch.zeros(2, 2)), "respond returned reward tensor([[0., 0.], [0., 0.]]), a tensor; give float(…)"),
+        (Turn("ok", reward_parts={"style": np.array(1.0)}), "respond returned style array(1.), a ndarray; give float(…)"),
+        (Turn("ok", metrics={"success": None}), "respond returned success None; it must be a finite number"),  # type: ignore[dict-item]
+    ],
+)
+def test_what_is_no_answer_is_told_in_a_sentence(says: Any, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    registered(monkeypatch, saying(says))
+    with pytest.raises(ConfigError) as caught:
+        try_out(ID, {})
+    assert str(caught.value).startswith(f"{ID}: {line}")
+
+
+def test_an_environment_that_scores_no_turn_of_the_trial_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    registered(monkeypatch, saying(Turn("ok", reward=None)))
+    (notice,) = try_out(ID, {})
+    assert notice.startswith(f"{ID}: no turn of the trial was scored")
+    for scored in (Turn("ok", reward=0.0), Turn("ok", reward_parts={"style": 0.0}), Turn("ok", score_later=True, done=True)):
+        registered(monkeypatch, saying(scored))
+        assert try_out(ID, {}) == []
