@@ -122,7 +122,7 @@ class Appends:
             if not self._finished:
                 await self._finished_came.wait()
             if sum(finished.size_bytes for finished in self._finished) < _COALESCE_BYTES:
-                await asyncio.sleep(_COALESCE_S)
+                await asyncio.sleep(_COALESCE_S if self._pending else 0)  # where nothing is under way, waiting for more would only cost time
             await self._welcome.wait()
             taken: list[_Finished] = []
             size_bytes = 0

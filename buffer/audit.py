@@ -6,26 +6,28 @@ Reads only, also beside a live buffer (the ledger is read as of one moment; what
 from __future__ import annotations
 
 import json
+import sqlite3
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from ..errors import RunFolderError
 from .amendments import REWARD, Amendment, places, read_amendments, recorded_amendments
+from .audit_batches import check_batches, check_bounds
 from .audit_evaluations import check_evaluated, close_evaluations
-from .audit_log import Column, Rows, read_log
-from .audit_report import AuditReport, EnvBias, note
+from .audit_log import read_log
+from .audit_members import MEMBERS, Amended, compare_groups, compare_members, match_members, per_trajectory, read_members
+from .audit_report import AuditReport, note
 from .audit_tasks import check_tasks
 from .bias import Bias
 from .blob_store import blob_path, is_whole
 from .evaluation_tables import FIRST_GROUP
 from .ledger import Ledger
 from .lineages import Lineages
-from .tables import BatchRow
 
 Ints = npt.NDArray[np.int64]
 
@@ -41,36 +43,47 @@ def audit(folder: Path) -> AuditReport:
     if not path.is_file():
         raise RunFolderError(f"{folder} holds no ledger.sqlite: nothing was streamed there yet")
     report = AuditReport(folder)
-    ledger = Ledger(path, None, read_only=True)
+    try:
+        _audit(folder, Ledger(path, None, read_only=True), report)
+    except sqlite3.OperationalError:
+        raise
+    except (sqlite3.DatabaseError, msgspec.DecodeError) as error:
+        report.closes = False
+        note(report, [f"{path.name} is damaged, the audit ends here: {error}"])
+    return report
+
+
+def _audit(folder: Path, ledger: Ledger, report: AuditReport) -> None:
     try:
         with ledger.snapshot():
+            note(report, [f"ledger.sqlite: {found}" for (found,) in ledger.rows("PRAGMA quick_check") if found != "ok"])
             _close_books(ledger, report)
-            members = list(ledger.rows("SELECT group_id, member, attempt, append_id FROM members ORDER BY group_id, member"))
+            members = read_members(ledger)
             failed = _count_endings(ledger, report)
             check_tasks(ledger, report)
             bias = Bias(ledger, report.lineage)
             report.fates = {env_id: bias.fates(env_id) for env_id in bias.envs()}
             lineages = ledger.lineages()
-            batches = list(ledger.batches(lineages.current))
+            batches, every_batch = list(ledger.batches(lineages.current)), ledger.all_batches()
             appends = list(ledger.locations())
-            claims = close_evaluations(ledger, report)
+            evaluated, pinned = close_evaluations(ledger, report)
             rows_recorded = dict(ledger.rows("SELECT append_id, num_rows FROM appends"))
             blobs: dict[str, int] = dict(ledger.rows("SELECT digest, size_bytes FROM blobs"))
             amendments, lie_at = recorded_amendments(ledger), places(ledger)
-            held = {(row[0], row[1], row[2]): row[3] for row in ledger.rows("SELECT group_id, member, attempt, reward FROM members")} if amendments else {}
-        amended = _check_amendments(read_amendments(folder / "amendments", ledger, lie_at), amendments, held, report)
+        amended = _check_amendments(read_amendments(folder / "amendments", ledger, lie_at), amendments, report)
         rows = read_log(folder / "stream", ledger, appends, rows_recorded, report)
         _check_blobs(folder / "blobs", ledger, blobs, rows.digests, report)
     finally:
         ledger.close()
-    evaluated = rows.group_id >= FIRST_GROUP
-    check_evaluated(claims, rows.where(evaluated), report)
-    played = _per_trajectory(rows.where(~evaluated))
-    _match_members(played, np.array(members, np.int64).reshape(-1, 4), report)
-    for key, reward in amended.items():
-        played.reward[played.key == key] = reward
-    _check_batches(played, batches, lineages, failed, report)
-    return report
+    evaluates = rows.group_id >= FIRST_GROUP
+    check_evaluated(per_trajectory(rows.where(evaluates)), evaluated, pinned, report)
+    played = per_trajectory(rows.where(~evaluates))
+    report.num_trajectories = len(members.key)
+    place, lost = match_members(played, members, report)
+    compare_members(played, place, members, report, amended)
+    compare_groups(played, members, report)
+    check_bounds(folder, every_batch, report)
+    check_batches(played, batches, lineages, lost, failed, report)
 
 
 def _check_blobs(folder: Path, ledger: Ledger, recorded: dict[str, int], named: set[str], report: AuditReport) -> None:
@@ -106,11 +119,12 @@ def _close_books(ledger: Ledger, report: AuditReport) -> None:
         report.num_batches += 1
         recorded.update(batch.groups)
         wanted = "trained" if batch.version <= report.version else "assigned"
-        wrong.extend(
-            f"group {group_id} of batch {batch.version} is {states.get(group_id, ('unknown', None))[0]} instead of {wanted}"
-            for group_id in batch.groups
-            if states.get(group_id) != (wanted, batch.version)
-        )
+        for group_id in batch.groups:
+            state, version = states.get(group_id, ("unknown", None))
+            if state != wanted:
+                wrong.append(f"group {group_id} of batch {batch.version} is {state} instead of {wanted}")
+            elif version != batch.version:
+                wrong.append(f"group {group_id} of batch {batch.version} is {state} as one of batch {version}")
     twice = sorted(group_id for group_id, times in recorded.items() if times > 1)
     report.duplicates += len(twice)
     note(report, wrong + [f"group {group_id} is in {recorded[group_id]} batches" for group_id in twice])
@@ -162,16 +176,8 @@ def refusals(ledger: Ledger) -> dict[str, int]:
     return {name.removeprefix("refused_"): count for name, count in sorted(counters.items()) if name.startswith("refused_")}
 
 
-def _check_amendments(
-    logged: Iterable[tuple[int, list[Amendment] | str]],
-    recorded: list[tuple[int, Amendment]],
-    held: Mapping[tuple[int, int, int], float | None],
-    report: AuditReport,
-) -> dict[int, float]:
-    """Every amendment lies in its file as the ledger says, and every reward that came later is its member's; gives those, by key of the member.
-
-    ``held`` are rewards by (group, member, attempt). What retention removed while the audit ran is not asked for.
-    """
+def _check_amendments(logged: Iterable[tuple[int, list[Amendment] | str]], recorded: list[tuple[int, Amendment]], report: AuditReport) -> Amended:
+    """Every amendment lies in its file as the ledger says; gives the rewards among them. What retention removed while the audit ran is not asked for."""
     found: dict[int, set[Amendment]] = {}
     for append_id, amendments in logged:
         if isinstance(amendments, str):
@@ -186,12 +192,9 @@ def _check_amendments(
             if append_id in found and amendment not in found[append_id]
         ],
     )
-    rewards = {amendment[1:3]: amendment for _, amendment in recorded if amendment.column == REWARD and (*amendment[1:3], amendment.attempt) in held}
-    for (group_id, member), amendment in rewards.items():
-        reward = held[group_id, member, amendment.attempt]
-        if reward != amendment.value:
-            note(report, [f"group {group_id} member {member} has reward {reward}, amended was {amendment.value}"])
-    return {group_id * _MEMBERS + member: amendment.value for (group_id, member), amendment in rewards.items()}
+    rewards = [amendment for _, amendment in recorded if amendment.column == REWARD]
+    keys = np.array([amendment.group_id * MEMBERS + amendment.member for amendment in rewards], np.int64)
+    return Amended(keys, np.array([amendment.attempt for amendment in rewards]), np.array([amendment.value for amendment in rewards], np.float64))
 
 
 def _count_endings(ledger: Ledger, report: AuditReport) -> Ints:
@@ -202,114 +205,4 @@ def _count_endings(ledger: Ledger, report: AuditReport) -> Ints:
     report.num_age_drops = next(ledger.rows(too_old))[0]
     report.repeated = dict(ledger.rows("SELECT reason, count(*) FROM failures GROUP BY reason ORDER BY reason"))
     failed = list(ledger.rows("SELECT group_id, member FROM members WHERE status = 'failed'"))
-    return np.array([group_id * _MEMBERS + member for group_id, member in failed], np.int64)
-
-
-# --- both -------------------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class _Played:
-    """Columns over all stored trajectories, ``[M]`` each, in the order of (group, member); several attempts at one member lie side by side."""
-
-    key: Column
-    attempt: Column
-    append_id: Column
-    num_tokens: Column
-    lineage: Column
-    oldest: Column
-    newest: Column
-    sampled: Column
-    reward: Column
-    success: Column
-    env: Column
-    env_names: list[str]
-
-
-_MEMBERS = 2**15  # members fit int16
-
-
-def _per_trajectory(rows: Rows) -> _Played:
-    order = np.lexsort((rows.attempt, rows.member, rows.group_id))
-    key = (rows.group_id * _MEMBERS + rows.member)[order]
-    attempt, append_id = rows.attempt[order], rows.append_id[order]
-    new = np.append(True, (np.diff(key) != 0) | (np.diff(attempt) != 0) | (np.diff(append_id) != 0))[: len(key)]
-    first = np.flatnonzero(new)
-    if len(first) == 0:
-        first = np.empty(0, np.int64)
-        return _Played(key, attempt, append_id, key, key, key, key, key > 0, rows.reward, rows.success, key, rows.env_names)
-    oldest = np.minimum.reduceat(rows.oldest[order], first)
-    newest = np.maximum.reduceat(rows.newest[order], first)
-    num_tokens = np.add.reduceat(rows.num_tokens[order], first)
-    lineage, *rest = [column[order][first] for column in (rows.lineage, rows.reward, rows.success, rows.env)]
-    reward, success, env = rest
-    ids = (key[first], attempt[first], append_id[first])
-    return _Played(*ids, num_tokens, lineage, oldest, newest, oldest <= newest, reward, success, env, rows.env_names)
-
-
-def _match_members(played: _Played, members: Ints, report: AuditReport) -> None:
-    """Every committed member has its rows, once; keeps in ``played`` only those rows."""
-    report.num_trajectories = len(members)
-    wanted = members[:, 0] * _MEMBERS + members[:, 1]
-    place = np.searchsorted(wanted, played.key)
-    place[place == len(wanted)] = 0
-    known = np.zeros(len(played.key), bool)
-    if len(wanted):
-        known = (wanted[place] == played.key) & (members[place, 2] == played.attempt) & (members[place, 3] == played.append_id)
-    missing = np.setdiff1d(wanted, played.key[known])
-    note(report, [f"group {key // _MEMBERS} member {key % _MEMBERS} is committed, its rows are not in the log" for key in missing.tolist()])
-    unclaimed = int(np.count_nonzero(~known))
-    if unclaimed != 0:
-        note(report, [f"{unclaimed} trajectories in the log belong to no committed member"])
-    for name in ("key", "attempt", "append_id", "num_tokens", "lineage", "oldest", "newest", "sampled", "reward", "success", "env"):
-        setattr(played, name, getattr(played, name)[known])
-    twice = len(played.key) - len(np.unique(played.key))
-    report.duplicates += twice
-    if twice:
-        note(report, [f"{twice} members have their rows in the log twice"])
-
-
-def _check_batches(played: _Played, batches: list[BatchRow], lineages: Lineages, failed: Ints, report: AuditReport) -> None:
-    """Recomputes the lag of everything that was trained, and compares what was trained with what was played. ``failed`` are keys of members."""
-    trained = np.zeros(len(played.key), bool)
-    for batch in batches:
-        report.lag_bound = max(report.lag_bound, batch.lag_bound)
-        report.num_age_drops += len(batch.withheld)
-        groups = np.sort(np.array(batch.groups, np.int64))
-        spans = zip(np.searchsorted(played.key, groups * _MEMBERS).tolist(), np.searchsorted(played.key, (groups + 1) * _MEMBERS).tolist(), strict=True)
-        inside = np.concatenate([np.arange(start, stop) for start, stop in spans]) if batch.groups else np.empty(0, np.int64)
-        withheld = np.isin(played.key[inside], [group_id * _MEMBERS + member for group_id, member in batch.withheld])
-        live = inside[~withheld & played.sampled[inside]]
-        lag = int((batch.version - 1 - _reckoned(played, live, lineages, batch.lineage)).max(initial=0))
-        if lag > batch.lag_bound:
-            note(report, [f"batch {batch.version} trains a lag of {lag}, allowed were {batch.lag_bound}"])
-        if lag != batch.max_lag:
-            note(report, [f"batch {batch.version} has a lag of {lag} by its rows, recorded was {batch.max_lag}"])
-        if batch.version <= report.version:
-            report.max_lag_trained = max(report.max_lag_trained, lag)
-            trained[inside[~withheld]] = True
-    trained &= ~np.isin(played.key, failed)
-    report.num_trained = int(np.count_nonzero(trained))
-    for code, name in enumerate(played.env_names):
-        here = played.env == code
-        report.bias[name] = EnvBias(
-            int(np.count_nonzero(here)),
-            int(np.count_nonzero(here & trained)),
-            *(_mean(column[chosen]) for column in (played.num_tokens, played.reward, played.success) for chosen in (here, here & trained)),
-        )
-
-
-def _reckoned(played: _Played, rows: Ints, lineages: Lineages, learner: int) -> Column:
-    """The version that the lag of each of ``rows`` counts from, for a learner of that lineage; see :meth:`Lineages.reckoned`."""
-    oldest = played.oldest[rows].copy()
-    for lineage in np.unique(played.lineage[rows]).tolist():
-        if lineage != learner:
-            foreign = played.lineage[rows] == lineage
-            oldest[foreign] = np.minimum(oldest[foreign], 2 * lineages.common(lineage, learner) - played.newest[rows][foreign])
-    return oldest
-
-
-def _mean(values: Column) -> float:
-    """Mean of the values that are given, NaN where none is."""
-    given = values[~np.isnan(values)] if values.dtype.kind == "f" else values
-    return float(given.mean()) if len(given) else float("nan")
+    return np.array([group_id * MEMBERS + member for group_id, member in failed], np.int64)

@@ -3,37 +3,29 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from .audit_log import Rows
+from .audit_members import Members, Played, compare_groups, compare_members, match_members, read_members
 from .audit_report import AuditReport, note
 from .evaluation_tables import FIRST_GROUP
 from .ledger import Ledger
 
-_MEMBERS = 2**15  # members fit int16
+Ints = npt.NDArray[np.int64]
+
 _GROUPS = "SELECT evaluation_id, g.state, count(*) FROM evaluation_groups g GROUP BY evaluation_id, g.state"
 _UNFINISHED = """
 SELECT g.group_id, g.num_members, count(m.member) FROM evaluation_groups g LEFT JOIN evaluation_members m USING (group_id)
 WHERE g.state = 'done' GROUP BY g.group_id HAVING count(m.member) != g.num_members
 """
-_CLAIMS = """
-SELECT m.group_id, m.member, m.attempt, m.append_id, e.version, e.lineage FROM evaluation_members m
-JOIN evaluation_groups USING (group_id) JOIN evaluations e USING (evaluation_id) ORDER BY m.group_id, m.member
+_PINNED = """
+SELECT e.version FROM evaluation_members m JOIN evaluation_groups USING (group_id) JOIN evaluations e USING (evaluation_id) ORDER BY m.group_id, m.member
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Claims:
-    """Members that the ledger has of evaluations, ``[M, 6]``: group, member, attempt, append, pinned version, lineage."""
-
-    members: npt.NDArray[np.int64]
-
-
-def close_evaluations(ledger: Ledger, report: AuditReport) -> Claims:
-    """Counts evaluations and their groups per state; reads only the ledger."""
+def close_evaluations(ledger: Ledger, report: AuditReport) -> tuple[Members, Ints]:
+    """Counts evaluations and their groups per state; reads only the ledger. Gives their members, and the version that each is pinned to, ``[M]``."""
     wrong: list[str] = []
     found = list(ledger.rows("SELECT evaluation_id, lineage, version, state, reason, num_groups FROM evaluations ORDER BY evaluation_id"))
     report.evaluations = dict(Counter(state for _, _, _, state, _, _ in found))
@@ -56,26 +48,15 @@ def close_evaluations(ledger: Ledger, report: AuditReport) -> Claims:
     wrong += [f"version {version} of lineage {lineage} is evaluated {times} times" for (lineage, version), times in twice.items() if times > 1]
     note(report, wrong)
     report.closes = report.closes and not wrong
-    return Claims(np.array(list(ledger.rows(_CLAIMS)), np.int64).reshape(-1, 6))
+    return read_members(ledger, evaluated=True), np.array([version for (version,) in ledger.rows(_PINNED)], np.int64)
 
 
-def check_evaluated(claims: Claims, rows: Rows, report: AuditReport) -> None:
-    """Every member has its rows, once, and no token of another version; ``rows`` are those of evaluations."""
-    members = claims.members
-    report.num_evaluated = len(members)
-    wanted = (members[:, 0] - FIRST_GROUP) * _MEMBERS + members[:, 1]
-    key = (rows.group_id - FIRST_GROUP) * _MEMBERS + rows.member
-    place = np.searchsorted(wanted, key)
-    place[place == len(wanted)] = 0
-    known = np.zeros(len(key), bool)
-    if len(wanted):
-        known = (wanted[place] == key) & (members[place, 2] == rows.attempt) & (members[place, 3] == rows.append_id)
-    missing = np.setdiff1d(wanted, key[known])
-    note(report, [f"evaluation group {one // _MEMBERS} member {one % _MEMBERS} is committed, its rows are not in the log" for one in missing.tolist()])
-    if unclaimed := int(np.count_nonzero(~known)):
-        note(report, [f"{unclaimed} rows of evaluations belong to no committed member"])
-    pinned = members[place[known], 4] if len(wanted) else np.empty(0, np.int64)
-    oldest, newest = rows.oldest[known], rows.newest[known]
-    other = (oldest <= newest) & ((oldest != pinned) | (newest != pinned))
-    if strays := int(np.count_nonzero(other)):
-        note(report, [f"{strays} rows of evaluations hold tokens of another version than the one they are pinned to"])
+def check_evaluated(played: Played, members: Members, pinned: Ints, report: AuditReport) -> None:
+    """Every member has its rows, once, the ledger says what they say, and no token is of another version; ``played`` are those of evaluations."""
+    report.num_evaluated = len(members.key)
+    place, _ = match_members(played, members, report)
+    compare_members(played, place, members, report)
+    compare_groups(played, members, report)
+    wanted = pinned[place]
+    if strays := int(np.count_nonzero(played.sampled & ((played.oldest != wanted) | (played.newest != wanted)))):
+        note(report, [f"{strays} trajectories of evaluations hold tokens of another version than the one they are pinned to"])

@@ -26,22 +26,29 @@ from .sealed import Sealed, SealedFile, file_checksum, sealed_path
 
 Column = npt.NDArray[Any]
 
-_READ = ("group_id", "member", "attempt", "lineage", "env_id", "reward", "env_metrics", "loss_mask", "version_starts", "version_values", "media")
-_UNSAMPLED = np.iinfo(np.int32).max
+_READ = (
+    *("group_id", "member", "attempt", "lineage", "env_id", "task_index", "seed", "reward", "status", "stop_reason"),
+    *("env_metrics", "loss_mask", "version_starts", "version_values", "media"),
+)
+UNSAMPLED = np.iinfo(np.int32).max
+"""The oldest version where nothing was sampled; the newest is -1."""
 
-
-_MEMBERS_OF = """
-SELECT append_id, group_id, member, members.attempt, members.lineage, num_tokens, min_version, max_version, reward, env_id
+_OF_BOTH = "num_tokens, min_version, max_version, num_trained_tokens, task_index, seed, reward, status, stop_reason, env_id"
+_MEMBERS_OF = f"""
+SELECT append_id, group_id, member, members.attempt, members.lineage, {_OF_BOTH}, NULL AS success
 FROM members JOIN groups USING (group_id) WHERE append_id BETWEEN ?1 AND ?2
 UNION ALL
-SELECT append_id, group_id, member, evaluation_members.attempt, evaluations.lineage, num_tokens, min_version, max_version, reward, env_id
+SELECT append_id, group_id, member, evaluation_members.attempt, evaluations.lineage, {_OF_BOTH}, success
 FROM evaluation_members JOIN evaluation_groups USING (group_id) JOIN evaluations USING (evaluation_id) WHERE append_id BETWEEN ?1 AND ?2
-"""
+"""  # noqa: S608 - our own names
 
 
 @dataclass(slots=True)
 class Rows:
-    """Columns over all rows of the log, ``[N]`` each; ``oldest`` is above ``newest`` where nothing was sampled."""
+    """Columns over all rows of the log, ``[N]`` each; ``oldest`` is above ``newest`` where nothing was sampled.
+
+    ``ending`` are places in ``endings``, pairs of status and stop reason; ``env`` are places in ``env_names``.
+    """
 
     append_id: Column
     group_id: Column
@@ -51,15 +58,20 @@ class Rows:
     num_tokens: Column
     oldest: Column
     newest: Column
+    num_trained_tokens: Column
+    task_index: Column
+    seed: Column
     reward: Column
     success: Column
+    ending: Column
     env: Column
     env_names: list[str]
+    endings: list[tuple[str, str]]
     digests: set[str]
 
     def where(self, chosen: Column) -> Rows:
         """The rows for which ``chosen``, ``[N] bool``, is true."""
-        columns = {field.name: getattr(self, field.name)[chosen] for field in dataclasses.fields(self) if field.name not in ("env_names", "digests")}
+        columns = {field.name: getattr(self, field.name)[chosen] for field in dataclasses.fields(self) if field.name not in ("env_names", "endings", "digests")}
         return dataclasses.replace(self, **columns)
 
 
@@ -67,6 +79,7 @@ def read_log(folder: Path, ledger: Ledger, appends: Iterable[tuple[int, Location
     """Every recorded append, its checksum verified, one segment at a time."""
     parts: list[list[Column]] = []
     names: dict[str, int] = {}
+    endings: dict[tuple[str, str], int] = {}
     digests: set[str] = set()
     by_segment: dict[int, list[tuple[int, Location]]] = {}
     for append_id, location in appends:
@@ -76,20 +89,20 @@ def read_log(folder: Path, ledger: Ledger, appends: Iterable[tuple[int, Location
         if batches is None:  # sealed, maybe at this very moment: the ledger knows before the original goes
             batches = _read_sealed(folder, ledger, found, rows_recorded, report)
             if batches is None:
-                parts.append(_removed(ledger, found, names))
+                parts.append(_removed(ledger, found, names, endings))
                 report.num_removed += len(parts[-1][0])
                 continue
         if batches:
             table = pa.Table.from_batches([batch.select(_READ) for _, batch in batches]).combine_chunks()
             ids = np.repeat(np.array([append_id for append_id, _ in batches]), [batch.num_rows for _, batch in batches])
-            parts.append(_columns(ids, table.to_batches()[0], names))
+            parts.append(_columns(ids, table.to_batches()[0], names, endings))
             digests.update(digests_of(table.to_batches()[0]))
     for path in folder.glob("*.arrows"):
         if int(path.stem) not in by_segment:
             report.unrecorded_bytes += max(0, path.stat().st_size - len(SCHEMA_MESSAGE))
-    joined = [np.concatenate(column) for column in zip(*parts, strict=True)] if parts else [np.empty(0, np.int64)] * 11
+    joined = [np.concatenate(column) for column in zip(*parts, strict=True)] if parts else [np.empty(0, np.int64)] * 15
     report.num_rows = len(joined[0]) - report.num_removed
-    return Rows(*joined, env_names=list(names), digests=digests)
+    return Rows(*joined, env_names=list(names), endings=list(endings), digests=digests)
 
 
 Appends = list[tuple[int, pa.RecordBatch]]
@@ -165,37 +178,48 @@ def _appends_of(sealed: Sealed, appends: list[tuple[int, Location]]) -> Appends:
     return [(append_id, sealed.read(location.offset)) for append_id, location in appends]
 
 
-def _removed(ledger: Ledger, appends: list[tuple[int, Location]], names: dict[str, int]) -> list[Column]:
+def _removed(ledger: Ledger, appends: list[tuple[int, Location]], names: dict[str, int], endings: dict[tuple[str, str], int]) -> list[Column]:
     """What the ledger still knows of a removed segment's members, as :class:`Rows` with one row each."""
     rows = list(ledger.rows(_MEMBERS_OF, (appends[0][0], appends[-1][0])))
     ids = np.array([row[:6] for row in rows], np.int64).reshape(-1, 6).T
-    oldest = np.array([_UNSAMPLED if row[6] is None else row[6] for row in rows], np.int64)
+    oldest = np.array([UNSAMPLED if row[6] is None else row[6] for row in rows], np.int64)
     newest = np.array([-1 if row[7] is None else row[7] for row in rows], np.int64)
-    reward = np.array([np.nan if row[8] is None else row[8] for row in rows], np.float64)
-    env = np.array([names.setdefault(row[9], len(names)) for row in rows], np.int64)
-    return [*ids, oldest, newest, reward, np.full(len(rows), np.nan), env]
+    numbers = np.array([row[8:11] for row in rows], np.int64).reshape(-1, 3).T
+    reward, success = (np.array([np.nan if row[at] is None else row[at] for row in rows], np.float64) for at in (11, 15))
+    ending = np.array([endings.setdefault(row[12:14], len(endings)) for row in rows], np.int64)
+    env = np.array([names.setdefault(row[14], len(names)) for row in rows], np.int64)
+    return [*ids, oldest, newest, *numbers, reward, success, ending, env]
 
 
-def _columns(append_id: Column, batch: pa.RecordBatch, names: dict[str, int]) -> list[Column]:
-    """One segment's part of :class:`Rows`, but for the names of environments."""
+def _columns(append_id: Column, batch: pa.RecordBatch, names: dict[str, int], endings: dict[tuple[str, str], int]) -> list[Column]:
+    """One segment's part of :class:`Rows`, but for what the codes stand for."""
     column = {name: batch.column(name) for name in _READ}
     mask = Lists.of(column["loss_mask"])
     segments = segments_of(mask, *(column[name].to_pylist() for name in ("version_starts", "version_values")))
     ours = [[version for version, count in runs if count] for _, runs in segments]
-    oldest = np.array([min(versions, default=_UNSAMPLED) for versions in ours], np.int64)
+    oldest = np.array([min(versions, default=UNSAMPLED) for versions in ours], np.int64)
     newest = np.array([max(versions, default=-1) for versions in ours], np.int64)
+    status, reason = (column[name].dictionary_encode() for name in ("status", "stop_reason"))
+    reasons = reason.dictionary.to_pylist()
+    pairs = status.indices.to_numpy().astype(np.int64) * len(reasons) + reason.indices.to_numpy()
+    found, at = np.unique(pairs, return_inverse=True)
+    kinds = [(status.dictionary[pair // len(reasons)].as_py(), reasons[pair % len(reasons)]) for pair in found.tolist()]
     coded = column["env_id"].dictionary_encode()
     codes = np.array([names.setdefault(name, len(names)) for name in coded.dictionary.to_pylist()], np.int64)
-    ids = [column[name].to_numpy().astype(np.int64) for name in ("group_id", "member", "attempt", "lineage")]
-    reward = column["reward"].to_numpy(zero_copy_only=False).astype(np.float64)
+    ids, numbers = (
+        [column[name].to_numpy().astype(np.int64) for name in chosen] for chosen in (("group_id", "member", "attempt", "lineage"), ("task_index", "seed"))
+    )
     return [
         append_id,
         *ids,
         np.array(mask.lengths, np.int64),
         oldest,
         newest,
-        reward,
+        np.array([runs[0][1] if len(runs) == 1 else sum(count for _, count in runs) for _, runs in segments], np.int64),
+        *numbers,
+        column["reward"].to_numpy(zero_copy_only=False).astype(np.float64),
         _metric(column["env_metrics"], "success"),
+        np.array([endings.setdefault(kind, len(endings)) for kind in kinds], np.int64)[at],
         codes[coded.indices.to_numpy()],
     ]
 

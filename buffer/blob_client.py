@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Container, Iterable, Iterator
 from typing import Any
 
 from ..errors import Refused
@@ -13,6 +13,9 @@ from .blobs import Blob
 
 _MAX_KNOWN = 100_000
 """Digests an actor remembers as stored; of older ones it asks again."""
+
+_PARCEL_BYTES = 4 * 2**20
+"""Blobs go together in a message of about so much."""
 
 Request = Callable[..., Awaitable[wire.ServerMessage]]
 
@@ -57,16 +60,30 @@ class BlobSender:
         if isinstance(lacked, wire.Refused):
             raise Refused(lacked.code, lacked.reason)
         assert isinstance(lacked, wire.LackedBlobs)
-        for blob in blobs:
-            if blob.digest in lacked.digests:
-                answer = await self._request(wire.PutBlob(blob.digest), blob.data)
-                if isinstance(answer, wire.Refused):
-                    raise Refused(answer.code, answer.reason)
-            self._stored[blob.digest] = None
+        answers = await asyncio.gather(*(self._put(some) for some in _parcels(blobs, set(lacked.digests))))
+        if refused := next((answer for answer in answers if isinstance(answer, wire.Refused)), None):
+            raise Refused(refused.code, refused.reason)
+        self._stored.update(dict.fromkeys(blob.digest for blob in blobs))
         while len(self._stored) > _MAX_KNOWN:
             self._stored.popitem(last=False)
+
+    async def _put(self, blobs: list[Blob]) -> wire.ServerMessage:
+        return await self._request(wire.PutBlobs([blob.digest for blob in blobs]), *(blob.data for blob in blobs))
 
     def forget(self, blobs: Iterable[Any]) -> None:
         """The buffer says that it has some of these no more: it is asked again before they are relied on."""
         for blob in blobs:
             self._stored.pop(blob.digest, None)
+
+
+def _parcels(blobs: Iterable[Blob], lacked: Container[str]) -> Iterator[list[Blob]]:
+    """Those that are lacked, together as far as they are small."""
+    parcel: list[Blob] = []
+    for blob in blobs:
+        if blob.digest in lacked:
+            parcel.append(blob)
+            if sum(len(each.data) for each in parcel) >= _PARCEL_BYTES:
+                yield parcel
+                parcel = []
+    if parcel:
+        yield parcel

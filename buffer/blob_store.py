@@ -1,4 +1,4 @@
-"""Where the buffer keeps blobs: ``blobs/ab/DIGEST``, one file each, named by the sha256 of its bytes.
+"""Where the buffer keeps blobs: ``blobs/ab/DIGEST``, one file each, named by the BLAKE3 hash of its bytes.
 
 A blob is checked when it comes, written under a temporary name and renamed; all of a round's are on the disk before the ledger says so, and before any row
 that names them is acknowledged. So a row never names what is not there, whatever is killed when. :meth:`BlobStore.sync` makes them survive power loss, with the
@@ -55,22 +55,23 @@ class BlobStore:
         self._ledger = ledger
         self._pending: dict[str, Any] = {}
         self._unsynced: set[Path] = set()
+        self._made: set[Path] = set()
         self._removed: list[str] = []
         self.num_bytes = int(next(iter(ledger.rows("SELECT ifnull(sum(size_bytes), 0) FROM blobs")))[0])
 
     # --- messages -------------------------------------------------------------------------------------------------------------------
 
-    def answer(self, message: wire.AskBlobs | wire.PutBlob | wire.FetchBlobs, payload: Sequence[Any], append_id: int) -> tuple[wire.ServerMessage, list[Any]]:
+    def answer(self, message: wire.AskBlobs | wire.PutBlobs | wire.FetchBlobs, payload: Sequence[Any], append_id: int) -> tuple[wire.ServerMessage, list[Any]]:
         """What to say to a message about blobs, and the frames that go with it. ``append_id`` is the next append's.
 
         Raises:
             Refused: bytes that do not match their digest, are too many, or of a blob that is not here.
 
         """
-        if isinstance(message, wire.PutBlob):
-            if len(payload) != 1:
-                raise Refused("malformed", f"a blob comes in one frame, here are {len(payload)}")
-            self._take(message.digest, payload[0].buffer, append_id)
+        if isinstance(message, wire.PutBlobs):
+            if len(payload) != len(message.digests):
+                raise Refused("malformed", f"{len(message.digests)} blobs announced, {len(payload)} frames came; a blob comes in one frame")
+            self._take({digest: frame.buffer for digest, frame in zip(message.digests, payload, strict=True)}, append_id)
             return wire.Acknowledged(), []
         if len(message.digests) > _MAX_ASKED:
             raise Refused("malformed", f"{len(message.digests)} digests in one message; at most {_MAX_ASKED}")
@@ -92,8 +93,7 @@ class BlobStore:
 
     def refer(self, digests: Sequence[str], append_id: int) -> None:
         """Notes that an append names these, all of which are here."""
-        for digest in digests:
-            self._ledger.write("UPDATE blobs SET last_append_id = ? WHERE digest = ?", (append_id, digest))
+        self._ledger.write_all("UPDATE blobs SET last_append_id = ? WHERE digest = ?", [(append_id, digest) for digest in digests])
 
     def check_known(self, digests: Sequence[str]) -> None:
         """Refuses rows that name blobs which are not here.
@@ -105,21 +105,24 @@ class BlobStore:
         if lacked := self.lacked(digests):
             raise Refused("unknown_blob", f"{len(lacked)} of {len(digests)} blobs are not here, the first is {lacked[0]}; send their bytes first")
 
-    def _take(self, digest: str, data: Any, append_id: int) -> None:
-        if not is_digest(digest):
-            raise Refused("malformed", f"{digest[:80]!r} is no sha256 in 64 hex digits")
-        if not 0 < len(data) <= MAX_BLOB_BYTES:
-            raise Refused("malformed", f"blob {digest} has {len(data):,} bytes; it must have between 1 and {MAX_BLOB_BYTES:,}: encode the image smaller")
-        self._counters["blobs_received"] += 1
-        if not self.lacked([digest]):
-            return
-        if (found := digest_of(data)) != digest:
-            raise Corrupt(f"a blob of {len(data):,} bytes has the digest {found}, announced was {digest}")
-        self._pending[digest] = data
-        self._ledger.write("INSERT INTO blobs VALUES(?, ?, ?, ?)", (digest, len(data), append_id, append_id))
-        self.num_bytes += len(data)
-        self._counters["blobs_stored"] += 1
-        self._counters["blob_bytes_stored"] += len(data)
+    def _take(self, blobs: dict[str, Any], append_id: int) -> None:
+        """Takes all of them, or none."""
+        for digest, data in blobs.items():
+            if not is_digest(digest):
+                raise Refused("malformed", f"{digest[:80]!r} is no BLAKE3 hash in 64 hex digits")
+            if not 0 < len(data) <= MAX_BLOB_BYTES:
+                raise Refused("malformed", f"blob {digest} has {len(data):,} bytes; it must have between 1 and {MAX_BLOB_BYTES:,}: encode the image smaller")
+        new = {digest: blobs[digest] for digest in self.lacked(blobs)}
+        for digest, data in new.items():
+            if (found := digest_of(data)) != digest:
+                raise Corrupt(f"a blob of {len(data):,} bytes has the digest {found}, announced was {digest}")
+        self._pending |= new
+        self._ledger.write_all("INSERT INTO blobs VALUES(?, ?, ?, ?)", [(digest, len(data), append_id, append_id) for digest, data in new.items()])
+        size_bytes = sum(len(data) for data in new.values())
+        self.num_bytes += size_bytes
+        self._counters["blobs_received"] += len(blobs)
+        self._counters["blobs_stored"] += len(new)
+        self._counters["blob_bytes_stored"] += size_bytes
 
     def read(self, digest: str) -> Any:
         """The bytes of a blob, as a view of the mapped file.
@@ -156,7 +159,9 @@ class BlobStore:
             path = blob_path(self._folder, digest)
             temporary = path.with_name(f".{digest}.tmp")
             try:
-                path.parent.mkdir(parents=True, exist_ok=True)
+                if path.parent not in self._made:
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    self._made.add(path.parent)
                 temporary.write_bytes(self._pending[digest])
                 temporary.rename(path)
             except OSError as error:

@@ -1,6 +1,6 @@
 """Images and other media: bytes that trajectories name by digest.
 
-A *blob* travels once and is stored once, under its digest (the sha256 of its bytes). A trajectory's rows say where in its tokens the blob belongs
+A *blob* travels once and is stored once, under its digest (the BLAKE3 hash of its bytes). A trajectory's rows say where in its tokens the blob belongs
 (:class:`~rollstream.buffer.types.MediaSpan`); whoever appends it gives the bytes beside it:
 
     blob = Blob.of(png, "image/png")
@@ -12,11 +12,12 @@ and a batch carries them as ``batch.blobs[digest]``.
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Self
+
+from blake3 import blake3
 
 from ..errors import Corrupt, DataRefused
 from .types import MediaSpan, Trajectory
@@ -28,13 +29,13 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 def is_digest(text: str) -> bool:
-    """Whether ``text`` is a sha256 in 64 lower-case hex digits."""
+    """Whether ``text`` is a BLAKE3 hash in 64 lower-case hex digits."""
     return _DIGEST.fullmatch(text) is not None
 
 
 def digest_of(data: Any) -> str:
-    """The digest of some bytes."""
-    return hashlib.sha256(data).hexdigest()
+    """The digest of some bytes: BLAKE3, as strong as sha256 and several times as fast, which counts where every image is hashed by each who takes it in."""
+    return blake3(data).hexdigest()
 
 
 class Blob(NamedTuple):

@@ -14,9 +14,11 @@ from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
+import numpy as np
 
 from ..errors import Refused, StreamError
 from .facts import Fact
+from .lags import Ints, lags, too_old
 from .ledger import Ledger
 from .scoring import Scoring
 from .tables import BatchRow, GroupRow, MemberRow
@@ -136,14 +138,9 @@ class Books(Scoring):
         return {lineage: self.lineages.common(lineage, batch.lineage) for lineage in sampled - {batch.lineage}}
 
     def _record(self, version: int, taken: list[Group]) -> BatchRow:
-        withheld: list[tuple[int, int]] = []
-        max_lag = 0
-        for member in (member for group in taken for _, member in sorted(group.members.items())):
-            lag = self._lag(member, version - 1)
-            if lag > self.rules.max_lag:
-                withheld.append((member.group_id, member.member))
-            else:
-                max_lag = max(max_lag, lag)
+        members = [member for group in taken for _, member in sorted(group.members.items())]
+        old, max_lag = too_old(self._lags(members, version - 1), self.rules.max_lag)
+        withheld = [(member.group_id, member.member) for member, is_old in zip(members, old.tolist(), strict=True) if is_old]
         batch = BatchRow(self.lineage, version, [group.row.group_id for group in taken], withheld, max_lag, self.rules.max_lag)
         self.ledger.put_batch(batch)
         for group in taken:
@@ -156,11 +153,10 @@ class Books(Scoring):
         self.counters["refilled_groups"] += len(taken) - self.rules.batch_groups
         return batch
 
-    def _lag(self, member: MemberRow, version: int) -> int:
-        """Lag of a trajectory for a learner that holds ``version``; 0 where it sampled nothing."""
-        if member.min_version is None or member.max_version is None:
-            return 0
-        return version - self.lineages.reckoned(member.lineage, member.min_version, member.max_version, self.lineage)
+    def _lags(self, members: Sequence[MemberRow], version: int) -> Ints:
+        """Lags of trajectories, ``[M]``, for a learner that holds ``version``; 0 where nothing was sampled."""
+        sampled = [(member.lineage, *((1, 0) if member.min_version is None else (member.min_version, member.max_version))) for member in members]
+        return lags(self.lineages, self.lineage, version, *np.array(sampled, np.int64).reshape(-1, 3).T)
 
     def _drop_too_old(self) -> None:
         """Drops ready groups of which an abandoned lineage sampled everything too long ago: they could only take the place of groups that teach.
@@ -170,8 +166,8 @@ class Books(Scoring):
         if self.lineage == 0:
             return
         for group in [group for group in self._groups.values() if group.row.state == "ready"]:
-            members = group.members.values()
-            if all(member.lineage != self.lineage and self._lag(member, self.version) > self.rules.max_lag for member in members):
+            members = list(group.members.values())
+            if all(member.lineage != self.lineage for member in members) and (self._lags(members, self.version) > self.rules.max_lag).all():
                 self.counters["age_drops"] += len(members)
                 self._leave_ready(group)
                 self._drop(group, "age")

@@ -15,7 +15,6 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -33,7 +32,7 @@ from .curve import ClientKeys, Context, Door
 from .gather import committed
 from .hold import DISK_FULL
 from .log import Location
-from .log_files import LogFiles
+from .log_files import RunFiles
 from .types import Batch, TrajectoryKey
 
 __all__ = ["ActorClient", "LearnerClient", "ScorerClient", "SupervisorClient"]
@@ -198,7 +197,8 @@ class LearnerClient(_Client):
     """The learner's side of the stream. May be used from several threads; :meth:`hello` comes first and names the main one.
 
     ``silent_s``: how long the buffer may be silent (dead, restarting) before a call gives up. Rank 0 of ``ranks`` speaks for the learner; the others only
-    pull the rows dealt to them. ``keys`` open a buffer that other machines can reach. ``stalled_s`` bounds a :meth:`pull` without progress.
+    pull the rows dealt to them. ``files`` are those of a run on this machine (:func:`~.log_files.local_files`): rows and images are read from there, not sent.
+    ``keys`` open a buffer that other machines can reach. ``stalled_s`` bounds a :meth:`pull` without progress.
     """
 
     def __init__(
@@ -212,10 +212,10 @@ class LearnerClient(_Client):
         silent_s: float = 30.0,
         stalled_s: float = 1800.0,
         keys: ClientKeys | None = None,
-        log_folder: Path | None = None,
+        files: RunFiles | None = None,
     ) -> None:
         super().__init__(endpoint, run_id, "learner", peer_id, silent_s, keys)
-        self._files = None if log_folder is None else LogFiles(log_folder)
+        self._files = files
         self._rank, self._ranks = rank, ranks
         self._stalled_s = stalled_s
         self._cache = BlobCache(_BLOB_CACHE_BYTES)
@@ -278,7 +278,7 @@ class LearnerClient(_Client):
             yield from_frame(aligned(frame.buffer), checksum)
         for piece in reply.pieces:
             assert self._files is not None
-            rows = self._files.read(Location(piece.segment, piece.offset, piece.size_bytes, piece.checksum))
+            rows = self._files.log.read(Location(piece.segment, piece.offset, piece.size_bytes, piece.checksum))
             yield committed(rows, set(piece.keys)) if piece.keys else rows
 
     def _with_blobs(self, batch: Batch) -> Batch:
@@ -292,7 +292,7 @@ class LearnerClient(_Client):
             Refused: one is not there, or no more.
 
         """
-        found: dict[str, bytes] = {}
+        found = {} if self._files is None else self._files.blobs(digests)
         while missing := [digest for digest in digests if digest not in found]:
             answer = self.connection.request(wire.FetchBlobs(missing))
             assert answer is not None  # nothing cancels it

@@ -253,7 +253,7 @@ def _check_media(check: _Check, mask: Lists, media: pa.ListArray) -> None:
         for span in its_spans:
             start, stop = span["start"], span["start"] + span["length"]
             if not is_digest(span["digest"]):
-                check.refuse(row, "names an image by something other than a sha256 in 64 hex digits")
+                check.refuse(row, "names an image by something other than a BLAKE3 hash in 64 hex digits")
             if start < 0 or stop <= start or stop > len(ours):
                 check.refuse(row, "has an image outside its tokens")
             if start < end:

@@ -73,7 +73,7 @@ class Handlers:
         self._handlers: dict[type[wire.Message], Callable[[Peer, Any, int, Payload, float], None]] = {
             wire.Credit: self._credit,
             wire.Append: self._append,
-            **dict.fromkeys((wire.AskBlobs, wire.PutBlob, wire.FetchBlobs), self._blobs),
+            **dict.fromkeys((wire.AskBlobs, wire.PutBlobs, wire.FetchBlobs), self._blobs),
             wire.Amend: self._amend,
             wire.Heartbeat: self._heartbeat,
             wire.Release: self._release,
@@ -192,7 +192,7 @@ class Handlers:
         peer = self.peers.at(route)
         if peer is not None:
             peer.last_heard = now
-        if isinstance(message, wire.Append | wire.Amend | wire.PutBlob):
+        if isinstance(message, wire.Append | wire.Amend | wire.PutBlobs):
             self.round_bytes = 0  # it is neither kept nor answered: the actor sends it again
             return
         if isinstance(message, wire.Heartbeat) and peer is not None:

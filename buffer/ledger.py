@@ -21,7 +21,7 @@ from ..errors import DiskFull, RunFolderError, StreamError
 from .columns import SCHEMA_VERSION
 from .evaluation_tables import EVALUATION_TABLES
 from .lineages import NEVER, Fork, Lineages
-from .log import Location
+from .log import Location, refuse_without_ledger
 from .sealed import SealedFile, StoredAppend, flush_file
 from .tables import LEDGER_VERSION, TABLES, BatchRow, GroupRow, MemberRow
 from .types import GroupState
@@ -35,15 +35,17 @@ _ids = msgspec.json.Decoder(list[int])
 class Ledger:
     """The ledger at ``path`` of the run ``run_id``.
 
-    ``read_only`` opens it beside a live buffer; nothing can then be written, and no table is made.
+    ``read_only`` opens it beside a live buffer; nothing can then be written, and no table is made. A new one is begun only where ``log_folder`` has no log.
 
     Raises:
-        RunFolderError: it belongs to another run, or another version of Rollstream wrote it.
+        RunFolderError: it belongs to another run, another version of Rollstream wrote it, or it was lost.
 
     """
 
-    def __init__(self, path: Path, run_id: str | None, *, read_only: bool = False) -> None:
+    def __init__(self, path: Path, run_id: str | None, *, read_only: bool = False, log_folder: Path | None = None) -> None:
         self.path = path
+        if log_folder is not None and not path.is_file():
+            refuse_without_ledger(log_folder, path)
         target = f"{path.absolute().as_uri()}?mode=ro" if read_only else str(path)
         self._changed_groups: dict[int, GroupRow] = {}
         self._new_members: list[MemberRow] = []
@@ -55,16 +57,18 @@ class Ledger:
                 self._database.execute("PRAGMA synchronous = NORMAL")
                 self._database.execute("PRAGMA cache_spill = OFF")  # so that a full disk shows at the commit and nowhere else
                 self._database.execute("PRAGMA temp_store = MEMORY")
-            self._check_identity(run_id, read_only=read_only)
+            self._check_identity(run_id, read_only=read_only, log_folder=log_folder)
         except BaseException:
             self._database.close()
             raise
 
-    def _check_identity(self, run_id: str | None, *, read_only: bool) -> None:
+    def _check_identity(self, run_id: str | None, *, read_only: bool, log_folder: Path | None) -> None:
         """Refuses a ledger that is not this run's, or not of this format; makes the tables of a new one."""
         wanted = {"run_id": run_id, "schema_version": SCHEMA_VERSION, "ledger_version": LEDGER_VERSION}
         found = {key: self.meta(key) for key in wanted}
         if not any(found.values()):
+            if log_folder is not None:
+                refuse_without_ledger(log_folder, self.path)
             if read_only:
                 raise RunFolderError(f"{self.path} holds nothing yet: the buffer of this run is just starting; look again in a moment")
             self._database.executescript(TABLES + EVALUATION_TABLES)
@@ -91,9 +95,10 @@ class Ledger:
             StreamError: the database refused (full disk).
 
         """
-        self._write_all(statement, [values])
+        self.write_all(statement, [values])
 
-    def _write_all(self, statement: str, rows: Iterable[Sequence[Any]]) -> None:
+    def write_all(self, statement: str, rows: Iterable[Sequence[Any]]) -> None:
+        """As :meth:`write`, once for each of ``rows``."""
         self._round.append((statement, list(rows)))
         try:
             self._execute(*self._round[-1])
@@ -117,10 +122,10 @@ class Ledger:
         """Writes the groups and members that were only noted: each once a round, whatever happened to it in between."""
         if self._changed_groups:
             groups, self._changed_groups = self._changed_groups, {}
-            self._write_all("INSERT OR REPLACE INTO groups VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", groups.values())
+            self.write_all("INSERT OR REPLACE INTO groups VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", groups.values())
         if self._new_members:
             members, self._new_members = self._new_members, []
-            self._write_all("INSERT INTO members VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", members)
+            self.write_all("INSERT INTO members VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", members)
 
     def commit(self) -> None:
         """Ends the open transaction, if any: its changes survive the death of the process.
@@ -205,7 +210,7 @@ class Ledger:
     def set_states(self, group_ids: Iterable[int], state: GroupState, version: int | None) -> None:
         """Moves groups to ``state``, in the batch of ``version``."""
         self._settle()
-        self._write_all("UPDATE groups SET state = ?, version = ?, holder = NULL WHERE group_id = ?", [(state, version, group_id) for group_id in group_ids])
+        self.write_all("UPDATE groups SET state = ?, version = ?, holder = NULL WHERE group_id = ?", [(state, version, group_id) for group_id in group_ids])
 
     def put_member(self, member: MemberRow) -> None:
         """Records a committed member."""
@@ -222,7 +227,7 @@ class Ledger:
 
     def put_unplayed(self, group_id: int, members: Iterable[int]) -> None:
         """Records the members that a group was closed without."""
-        self._write_all("INSERT OR IGNORE INTO unplayed VALUES(?, ?, NULL, NULL)", [(group_id, member) for member in members])
+        self.write_all("INSERT OR IGNORE INTO unplayed VALUES(?, ?, NULL, NULL)", [(group_id, member) for member in members])
 
     def put_late(self, group_id: int, member: int, num_tokens: int, reward: float | None) -> bool:
         """Records what came for a member that its group was closed without; False where something had come already, or the group does have it."""

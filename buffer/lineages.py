@@ -91,5 +91,5 @@ class Lineages:
 
 
 def folded(oldest: int, newest: int, shared: int) -> int:
-    """The smallest of min(v, 2f - v) over the versions ``oldest`` to ``newest``, ``shared`` being f. Also on arrays."""
+    """The smallest of min(v, 2f - v) over the versions ``oldest`` to ``newest``, ``shared`` being f."""
     return min(oldest, 2 * shared - newest)

@@ -284,6 +284,18 @@ def _tail(path: Path, size_bytes: int) -> bytes:
         return file.read()
 
 
+def refuse_without_ledger(folder: Path, ledger_path: Path) -> None:
+    """For a ledger that is not there, or holds nothing: refuses to begin one where the log in ``folder`` holds what the lost one knew, all of it to be cut.
+
+    Raises :class:`RunFolderError`.
+    """
+    if num := sum(path.suffix in (".arrows", ".parquet") for path in folder.glob("*")):
+        raise RunFolderError(
+            f"{ledger_path} is missing or empty, but {folder} holds {num} segments that it knew; put back a copy of it, or start a new run with model.path "
+            "at checkpoints/vNNNNNN/model"
+        )
+
+
 def segment_path(folder: Path, segment: int) -> Path:
     """File of a segment of the log in ``folder``."""
     return folder / f"{segment:06d}.arrows"

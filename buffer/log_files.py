@@ -1,4 +1,4 @@
-"""Reading rows from the files of a run's log, beside the buffer that writes them.
+"""Reading rows and images from the files of a run, beside the buffer that writes them.
 
 A segment that is sealed while it is looked for is found in its sealed form.
 """
@@ -8,11 +8,15 @@ A segment that is sealed while it is looked for is found in its sealed form.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterable
 from pathlib import Path
 
 import pyarrow as pa
 
+from ..configs.run_folder import Run
 from ..errors import Corrupt
+from .blob_store import blob_path
 from .columns import from_frame
 from .log import Location, segment_path
 from .sealed import Sealed, sealed_path
@@ -51,3 +55,24 @@ class LogFiles:
                 raise Corrupt(f"{path} ends at {mapped.size()} bytes, before what was recorded; run `rollstream audit` for the extent")
             self._mapped = {location.segment: mapped}
         return mapped
+
+
+class RunFiles:
+    """What a learner beside the buffer reads itself: rows from the log in ``stream_folder``, images from ``blobs_folder``."""
+
+    def __init__(self, stream_folder: Path, blobs_folder: Path) -> None:
+        self.log = LogFiles(stream_folder)
+        self._blobs_folder = blobs_folder
+
+    def blobs(self, digests: Iterable[str]) -> dict[str, bytes]:
+        """The bytes of those of these blobs that are there, to be checked against their digests."""
+        found: dict[str, bytes] = {}
+        for digest in digests:
+            with contextlib.suppress(FileNotFoundError):
+                found[digest] = blob_path(self._blobs_folder, digest).read_bytes()
+        return found
+
+
+def local_files(run: Run) -> RunFiles | None:
+    """The files of ``run`` where the buffer writes them on this very machine; else None."""
+    return RunFiles(run.stream_folder, run.blobs_folder) if run.is_local else None

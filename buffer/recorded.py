@@ -20,7 +20,7 @@ from .columns import decode, with_reward
 from .gather import committed, places
 from .header import Entry, Member, assemble, entries
 from .ledger import Ledger
-from .log import Location
+from .log import Location, refuse_without_ledger
 from .log_files import LogFiles
 from .sealed import sealed_path
 from .types import Batch, Trajectory
@@ -72,13 +72,14 @@ def open_ledger(folder: Path) -> Ledger:
     """The ledger of the run in ``folder``, for reading.
 
     Raises:
-        RunFolderError: there is none.
+        RunFolderError: there is none, or it was lost.
 
     """
-    path = folder / "ledger.sqlite"
+    path, log_folder = folder / "ledger.sqlite", folder / "stream"
     if not path.is_file():
+        refuse_without_ledger(log_folder, path)
         raise RunFolderError(f"{folder} holds no ledger.sqlite: nothing was streamed there yet")
-    return Ledger(path, None, read_only=True)
+    return Ledger(path, None, read_only=True, log_folder=log_folder)
 
 
 class Recorded:

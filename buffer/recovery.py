@@ -6,7 +6,9 @@ A killed process needs neither: the log is written before the ledger, and resumi
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 from ..configs.run_folder import ForkPoint
 from ..errors import Corrupt, RunFolderError
@@ -18,8 +20,28 @@ from .tables import GroupRow, MemberRow
 
 logger = logging.getLogger(__name__)
 
+_CHECKPOINT = re.compile(r"v(\d{6,})")
+
 Readable = Callable[[Location], object]
 """Reads the rows of an append. Raises :class:`Corrupt` where it cannot."""
+
+
+def refuse_older(ledger: Ledger, checkpoints: Path) -> None:
+    """Refuses a ledger that is behind the run's own checkpoints, which are complete only once the ledger of their version is on the disk.
+
+    So it is an older copy, and going on would cut from the log what came after it.
+
+    Raises:
+        RunFolderError: names both, and what to do.
+
+    """
+    recorded = ledger.last_batch(ledger.lineages().current)
+    newest = max((int(match[1]) for path in checkpoints.glob("v*") if (match := _CHECKPOINT.fullmatch(path.name))), default=0)
+    if newest > recorded:
+        raise RunFolderError(
+            f"{ledger.path} records batches only up to {recorded}, but there is a checkpoint of version {newest}: it is an older copy, and going on would cut "
+            f"what came after it from the log; put back the newest one, or move the checkpoints beyond {recorded} away to go on from there without it"
+        )
 
 
 def fork_once(ledger: Ledger, asked: ForkPoint | None, read: Readable) -> None:

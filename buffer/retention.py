@@ -37,7 +37,7 @@ class Retention:
     def full(self) -> str:
         """What takes up the room, for people."""
         versions = ", ".join(str(version) for _, version in sorted(self._kept)) or "none"
-        return f"evaluation.retain {self.room}: kept for evaluations that go on are versions {versions}"
+        return f"evaluation.retain {self.room}: kept for evaluations that go on are versions {versions}; raise it, or evaluate less often (evaluation.every)"
 
     def want(self, wanted: Collection[tuple[int, int]]) -> None:
         """Says which (lineage, version) are still needed; what is not is let go of before the next version is written. From any thread."""

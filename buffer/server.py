@@ -26,7 +26,8 @@ from .curve import Context, Gate, buffer_keys, prepare_keys
 from .handlers import Handlers
 from .ledger import Ledger
 from .log import Log
-from .recovery import forget, fork_once
+from .memory import keep_freed_memory
+from .recovery import forget, fork_once, refuse_older
 from .sealer import Sealer, recover_sealed
 from .window import Rules
 
@@ -48,12 +49,14 @@ def serve(run: Run, stop: threading.Event) -> None:
         StreamError: the disk is full, or the books do not close; nothing of that round was acknowledged.
 
     """
+    keep_freed_memory()
     rules = Rules.of(run.config)
     prepare_keys(run)
     log = Log(run.stream_folder, segment_bytes=run.config.buffer.segment_mb * 2**20)
     try:
-        ledger = Ledger(run.ledger_path, run.run_id)
+        ledger = Ledger(run.ledger_path, run.run_id, log_folder=run.stream_folder)
         try:
+            refuse_older(ledger, run.checkpoints_folder)
             recover_sealed(ledger, run.stream_folder)
             log.start_after(ledger.last_segment())
             lost = log.recover(ledger.segment_ends(), ledger.unsynced())

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from .types import GroupState
 
-LEDGER_VERSION = 8
+LEDGER_VERSION = 9
 """Of the tables below and of those of evaluations: another one's ledger is refused."""
 
 TABLES = """

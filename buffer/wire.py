@@ -9,7 +9,7 @@ structs below, MessagePack) followed by Arrow IPC record-batch frames where the 
     Credit           ->             Leases*                      "I can take this many more groups": leases are pushed as admission allows
     Append + frames  ->             Appended | Refused           only after the rows are in the log
     AskBlobs         ->             LackedBlobs                  which of these digests must be sent
-    PutBlob + frame  ->             Acknowledged | Refused       the bytes of one digest, before the rows that name it
+    PutBlobs + frames ->            Acknowledged | Refused       the bytes of these digests, before the rows that name them
     FetchBlobs       ->             Blobs + frames | Refused     the bytes of the first of these digests, as many as fit
     Amend + frame    ->             Amended | Refused            only after the amendments are in their log
     Heartbeat        ->             Acknowledged, Closed*        keeps leases; carries the actor's counters and what it waits for
@@ -40,7 +40,7 @@ from .wire_parts import RetainedVersion as RetainedVersion
 from .wire_parts import Role as Role
 from .wire_parts import SkippedVersion as SkippedVersion
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 
 MAX_FRAME_BYTES = 64 * 2**20
 """Of one frame to the buffer. A peer that sends a longer one loses its connection."""
@@ -110,10 +110,10 @@ class AskBlobs(Message, frozen=True):
     digests: list[str]
 
 
-class PutBlob(Message, frozen=True):
-    """The bytes of one blob, in one frame. Trajectories that name it come after it is acknowledged."""
+class PutBlobs(Message, frozen=True):
+    """The bytes of these blobs follow, a frame each; all are taken, or none. Trajectories that name them come after they are acknowledged."""
 
-    digest: str
+    digests: list[str]
 
 
 class FetchBlobs(Message, frozen=True):
@@ -333,7 +333,7 @@ class StatusReply(Message, frozen=True):
 
 
 ClientMessage = (
-    Hello | Credit | Append | Amend | AskBlobs | PutBlob | FetchBlobs | Heartbeat
+    Hello | Credit | Append | Amend | AskBlobs | PutBlobs | FetchBlobs | Heartbeat
     | Release | PullBatch | Trained | Published | Retained | Sync | StatusRequest | Farewell
 )  # fmt: skip
 ServerMessage = (

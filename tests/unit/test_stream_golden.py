@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -12,18 +11,13 @@ import pyarrow.parquet as pq
 import pytest
 from pyarrow import ipc
 
+import stream_goldens as goldens
 from rollstream.buffer.columns import SCHEMA, SCHEMA_VERSION, decode, frame_checksum, from_frame
 from rollstream.buffer.facts import facts
 from rollstream.buffer.sealed import Sealed
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 VERSIONS = range(1, SCHEMA_VERSION + 1)
-
-_spec = importlib.util.spec_from_file_location("stream_goldens", GOLDEN / "stream_goldens.py")
-assert _spec is not None
-assert _spec.loader is not None
-goldens: Any = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(goldens)
 
 
 def said(version: int) -> Any:

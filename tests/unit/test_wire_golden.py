@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-from typing import Any
-
 import msgspec
 import pytest
 
+import wire_goldens as goldens
 from rollstream.buffer import wire
-
-_spec = importlib.util.spec_from_file_location("wire_goldens", Path(__file__).parents[1] / "golden" / "wire_goldens.py")
-assert _spec is not None
-assert _spec.loader is not None
-goldens: Any = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(goldens)
 
 NOW, GOLDEN = goldens.found(), goldens.read()
 DECODERS = {"client": msgspec.msgpack.Decoder(wire.ClientMessage), "buffer": msgspec.msgpack.Decoder(wire.ServerMessage)}

@@ -1,4 +1,6 @@
-"""Makes the recorded stream and the loss curves beside it: ``python tests/golden/loss_curve/record.py``.
+"""A recorded stream and the loss curves of training from it.
+
+    python tests/golden/loss_curve_goldens.py      records both anew, in loss_curve/
 
 The stream is one Arrow IPC file with a record batch per learner batch, in the columns of the stream: random tokens, scored by the tiny policy they are
 later trained into, with noise in the place of an engine's own rounding. The curves are what training from it reports. Record anew only where the maths is
@@ -7,27 +9,37 @@ meant to change, and say so in the change.
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 import tempfile
+import threading
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import torch
+from msgspec.structs import replace
 
 from rollstream import models
-from rollstream.buffer.columns import SCHEMA, encode
+from rollstream.buffer.columns import SCHEMA, decode, encode
 from rollstream.buffer.types import Batch, Segment, Trajectory, TrajectoryKey
+from rollstream.buffer.wire import StatusReply, Welcome
+from rollstream.configs.loader import load_config
 from rollstream.configs.run_folder import Run
 from rollstream.learner.collate import flatten, pack
+from rollstream.learner.loop import learn_from
 from rollstream.learner.plan import plan
 from rollstream.learner.policy import Policy
 
-FOLDER = Path(__file__).resolve().parent
+FOLDER = Path(__file__).resolve().with_name("loss_curve")
 VERSIONS, GROUPS, MEMBERS = 8, 3, 4
+SETTINGS = {
+    "async": ("learner.preset=async", "learner.loss.entropy_coef=0.01"),
+    "grpo": ("learner.preset=grpo", "learner.updates={mini_batches: 3, epochs: 2}"),
+    "gspo": ("learner.preset=gspo", "learner.loss={entropy_coef: 0.0, kl: k2, kl_coef: 0.01}"),
+}
+"""What is trained from the stream: a step per batch, several steps per batch, ratios and a reference per sequence."""
 
 
 def trajectory(version: int, group: int, member: int) -> Trajectory:
@@ -53,9 +65,7 @@ def trajectory(version: int, group: int, member: int) -> Trajectory:
 
 def scored(policy: Policy, made: Batch) -> list[Trajectory]:
     """The trajectories of ``made`` with log-probabilities of the policy, and noise."""
-    from msgspec.structs import replace
-
-    run = test_module().run_in(FOLDER, "async")
+    run = run_in(FOLDER, "async")
     flat = flatten(made, run.config.buffer.max_lag)
     decided = plan(flat.rows, run.config.learner.loss, run.config.learner.advantage, "keep")
     found = np.zeros(len(flat.token_ids), np.float32)
@@ -72,24 +82,63 @@ def scored(policy: Policy, made: Batch) -> list[Trajectory]:
     ]
 
 
-def test_module() -> ModuleType:
-    """The test that trains from it: it knows how."""
-    path = FOLDER.parents[1] / "integration" / "test_loss_curve.py"
-    spec = importlib.util.spec_from_file_location("loss_curve", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["loss_curve"] = module
-    spec.loader.exec_module(module)
-    return module
+class Stream:
+    """The recorded batches in the place of the buffer."""
+
+    def __init__(self) -> None:
+        with pa.OSFile(str(FOLDER / "stream.arrow")) as source, pa.ipc.open_stream(source) as reader:
+            self.batches = [self._batch(version, part) for version, part in enumerate(reader, start=1)]
+        self.digests: dict[int, str] = {}
+
+    @staticmethod
+    def _batch(version: int, part: pa.RecordBatch) -> Batch:
+        trajectories = decode(part)
+        return Batch(0, version, tuple(dict.fromkeys(one.key.group_id for one in trajectories)), tuple(trajectories))
+
+    def hello(self, version: int, lineage: int) -> Welcome:
+        return Welcome(0, version)
+
+    def pull(self, version: int, on_wait: Callable[[str], None], stop: threading.Event) -> Batch | None:
+        return self.batches[version - 1]
+
+    def trained(self, version: int) -> None:
+        return
+
+    def published(self, version: int, digest: str) -> str:
+        self.digests[version] = digest
+        return ""
+
+    def sync(self) -> None:
+        return
+
+    def status(self) -> StatusReply:
+        return StatusReply(0, 0, {}, {}, [], "")
+
+
+def run_in(folder: Path, name: str) -> Run:
+    tiny = "model={kind: tiny, num_layers: 2, hidden_size: 32, num_heads: 2, num_kv_heads: 1}"
+    sizes = ("learner.batch_groups=3", "learner.group_size=4", "learner.versions=8", "learner.tokens_per_micro_batch=160")
+    rest = ("warmup=null", "learner.alarms.ess_stop=null", "learner.optimizer={learning_rate: 3e-3, weight_decay: 0.01, warmup_versions: 2}", "seed=5")
+    return Run(folder, load_config("quickstart", [tiny, *sizes, *rest, *SETTINGS[name]]), f"curve-{folder}")
+
+
+def trained(folder: Path, name: str) -> tuple[list[dict[str, Any]], dict[int, str]]:
+    """The rows of a run over the whole stream, and the digest of each version's weights."""
+    run, source = run_in(folder, name), Stream()
+    learn_from(run, source, threading.Event())
+    return [json.loads(line) for line in run.metrics_path.read_text().splitlines()], source.digests
+
+
+def curve(rows: list[dict[str, Any]]) -> list[dict[str, float]]:
+    """What follows from the data and the weights."""
+    return [{name: value for name, value in row.items() if name.startswith(("loss/", "train/", "optim/"))} for row in rows]
 
 
 def main() -> None:
     """Writes ``stream.arrow`` and ``curves.json``."""
     torch.set_num_threads(1)
-    test = test_module()
     with tempfile.TemporaryDirectory() as folder:
-        run: Run = test.run_in(Path(folder), "async")
+        run = run_in(Path(folder), "async")
         policy = Policy(models.load_policy(models.prepare_model(run)))
         with pa.OSFile(str(FOLDER / "stream.arrow"), "wb") as sink, pa.ipc.new_stream(sink, SCHEMA) as writer:
             for version in range(1, VERSIONS + 1):
@@ -97,9 +146,9 @@ def main() -> None:
                 made = Batch(0, version, groups, tuple(trajectory(version, group, member) for group in groups for member in range(MEMBERS)))
                 writer.write_batch(encode(scored(policy, made)))
     curves: dict[str, object] = {}
-    for name in test.SETTINGS:
+    for name in SETTINGS:
         with tempfile.TemporaryDirectory() as folder:
-            curves[name] = test.curve(test.trained(Path(folder), name)[0])
+            curves[name] = curve(trained(Path(folder), name)[0])
     (FOLDER / "curves.json").write_text(json.dumps(curves, indent=1) + "\n", encoding="utf-8")
 
 
