@@ -110,7 +110,7 @@ def check(
 ) -> int:
     """Check a configuration without running it.
 
-    Keys, bounds, contradictions, the run folder, the environment, the model, ports and memory of this machine. Leaves nothing behind.
+    Keys, bounds, contradictions, the environment, the model, ports and memory of this machine, last the run folder. Leaves nothing behind.
     The environment is played: one plain turn, then one call of each tool, each after a fresh reset; what its tools do, they do.
 
     \b
@@ -118,15 +118,20 @@ def check(
       rollstream check quickstart
       rollstream check my.yaml buffer.max_lag=2
     """
+    from .configs.claim import try_folder
     from .configs.loader import load_config, load_resumed
-    from .run import check as check_run
-    from .run import check_learner
+    from .errors import RunFolderError
+    from .run import check_but_folder, check_learner
 
     del debug
     loaded = load_resumed(config, overrides or ()) if resume else load_config(config, overrides or ())
-    for notice in check_run(loaded, resume=resume)[1]:
+    for notice in check_but_folder(loaded, resume=resume):
         typer.echo(f"notice: {notice}", err=True)
     check_learner(loaded)
+    try:
+        try_folder(loaded, resume=resume)
+    except RunFolderError as error:
+        raise RunFolderError(f"all is fine but the folder: {error}") from None
     typer.echo(f"{config}: fine; rollstream train {config} would write {os.path.join(loaded.folder, loaded.name)}")
     return 0
 
@@ -140,7 +145,7 @@ def show_config(
 ) -> int:
     """Print the complete, resolved configuration.
 
-    Defaults, then the preset, then CONFIG, then the overrides.
+    Defaults, then the preset, then CONFIG, then the overrides. A mapping as an override is merged: keys of CONFIG that it does not name stay.
 
     \b
     Examples:
@@ -200,6 +205,7 @@ def log(
     """Look at the trajectories of a run.
 
     Lists them, filtered; shows one; exports them; answers SQL. Reads only; also while the run goes on.
+    What columns a view has, --sql "DESCRIBE members" says.
 
     \b
     Examples:
@@ -362,4 +368,6 @@ def _in_one_line(error: Exception, *, debug: bool) -> tuple[str, int]:
         context = getattr(error, "ctx", None)
         said = " ".join(str(usage()).split()).rstrip(".")
         return f"{said}; see {context.command_path if context else 'rollstream'} --help", 2
+    if type(error).__module__ == "sqlite3":
+        return describe(error), 2
     return f"{describe(error)}{'' if debug else '; run with --debug for the trace'}", 1

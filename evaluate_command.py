@@ -67,7 +67,9 @@ def checkpoint_of(run: Run, version: str) -> Path:
     """The checkpoint of ``version``. Raises :class:`ConfigError` where it was not kept, naming those that were."""
     kept = sorted(path for path in run.checkpoints_folder.glob("v*") if path.name[1:].isdigit())
     if not kept:
-        raise ConfigError(f"{run.folder} has no checkpoint yet")
+        raise ConfigError(
+            f"{run.folder} has no checkpoint yet; its learner writes the first before version 1, once warmed up: wait for it, or go on with train --resume"
+        )
     if version == LAST:
         return kept[-1]
     found = [path for path in kept if version.isdigit() and int(path.name[1:]) == int(version)]

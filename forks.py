@@ -13,6 +13,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+from .buffer.log import refuse_without_ledger
 from .buffer.recorded import open_ledger
 from .configs.loader import load_run
 from .configs.resume import changed_keys
@@ -52,8 +53,12 @@ def plan_fork(folder: Path, config: Config, from_version: int | None) -> ForkPoi
 
 
 def check_length(folder: Path, config: Config) -> None:
-    """Refuses to resume a run at a length it has passed already; one that is exactly as long may have evaluations to finish. Raises :class:`ConfigError`."""
+    """Refuses to resume a run at a length it has passed already; one that is exactly as long may have evaluations to finish.
+
+    Raises :class:`ConfigError`, or :class:`RunFolderError` for a run whose ledger was lost.
+    """
     if not (folder / "ledger.sqlite").is_file():
+        refuse_without_ledger(folder / "stream", folder / "ledger.sqlite")
         return
     wish = load_run(folder).fork
     ledger = open_ledger(folder)

@@ -277,7 +277,8 @@ class RoleProcess:
             hint = "; out of memory?" if returncode == -signal.SIGKILL else ""
             return Death(self.role.name, returncode, f"killed by signal {-returncode} ({_signal_name(-returncode)}){hint}", lived_s)
         last = _last_line(self.log_path) or "it wrote nothing"
-        return Death(self.role.name, returncode, f"exit code {returncode}: {last}", lived_s)
+        said = last.removeprefix("error: ") if last.startswith("error: ") else f"exit code {returncode}: {last}"
+        return Death(self.role.name, returncode, said, lived_s)
 
 
 def _signal_group(pid: int, number: int) -> None:
@@ -332,5 +333,6 @@ def _tail(path: Path) -> str:
 
 
 def _last_line(path: Path) -> str:
-    lines = _tail(path).strip().splitlines()
-    return lines[-1].strip() if lines else ""
+    """What a process said last, but for what the interpreter adds while it is taken apart."""
+    lines = [line.strip() for line in _tail(path).splitlines() if line.strip() and not line.startswith("sys:1: ")]
+    return lines[-1] if lines else ""

@@ -47,7 +47,9 @@ def _words(replayed: Replayed, what_if: Sequence[str]) -> Iterator[str]:
     yield f"version {replayed.version} of lineage {replayed.lineage}, from checkpoint v{replayed.checkpoint:06d}{through}"
     if what_if:
         yield f"what if {', '.join(what_if)}: the same batch and the same weights, nothing of it is kept"
-        yield from _table(replayed, replayed.names, ("recorded", "what if"))
+        if replayed.differing:
+            yield from _table(replayed, replayed.differing, ("recorded", "what if"))
+        yield f"{len(replayed.names) - len(replayed.differing)} other figures are the same" if replayed.differing else "every figure is the same"
     elif replayed.differing:
         yield from _table(replayed, replayed.differing, ("recorded", "replayed"))
         yield f"{len(replayed.differing)} of {len(replayed.names)} figures differ ({_within(replayed)})"

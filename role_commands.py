@@ -42,7 +42,7 @@ def learner(
 
     \b
     Examples:
-      rollstream learner runs/mine --rank 0 & rollstream learner runs/mine --rank 1
+      rollstream learner runs/NAME --rank 0 & rollstream learner runs/NAME --rank 1
       rollstream learner /shared/mine --rank 1 --meet 10.0.0.5:5700 --endpoint tcp://10.0.0.5:5600
     """
     from .roles import run_role
@@ -71,7 +71,7 @@ def actor(
     \b
     Examples:
       rollstream actor --join runs/quickstart
-      rollstream actor --join runs/far --endpoint tcp://10.0.0.5:5600 --keys client.json
+      rollstream actor --join runs/NAME --endpoint tcp://10.0.0.5:5600 --keys client.json
     """
     from .by_hand import name_to_join
     from .roles import run_role

@@ -33,7 +33,7 @@ def train(config: Config, *, resume: bool, view: View, fork: bool = False, from_
     Everything is checked first, and a refused run leaves nothing on disk. Raises :class:`ConfigError`, :class:`RunFolderError`,
     :class:`UnknownEnv` and the like; what goes wrong later is in the outcome.
     """
-    folder, _ = check(config, resume=resume, fork=fork)
+    folder = check(config, resume=resume, fork=fork)
     with locked(folder):
         run = create_run(config, resume=resume, fork=plan_fork(folder, config, from_version) if fork else None)
         if resume:
@@ -46,7 +46,7 @@ def train(config: Config, *, resume: bool, view: View, fork: bool = False, from_
 
 def prepare(config: Config) -> Run:
     """Makes the folder of a run whose roles are started by hand. Checks and raises as :func:`train` does, and leaves nothing of a refused run."""
-    folder, _ = check(config, resume=False)
+    folder = check(config)
     check_learner(config)
     with locked(folder):
         return create_run(config, resume=False)
@@ -71,14 +71,24 @@ def _forget(run: Run) -> None:
             entry.unlink()
 
 
-def check(config: Config, *, resume: bool = False, fork: bool = False) -> tuple[Path, list[str]]:
-    """Everything that can be known without torch: the run folder, contradictions, the environment, the model, this machine. Leaves nothing behind.
+def check(config: Config, *, resume: bool = False, fork: bool = False) -> Path:
+    """Everything that can be known without torch, the run's folder first. Leaves nothing behind.
 
-    Returns the folder, and notices: what is worth a look although it can run. Raises the :class:`RollstreamError` of the first thing that is wrong.
+    Returns the folder. Raises the :class:`RollstreamError` of the first thing that is wrong.
     """
     folder = try_folder(config, resume=resume)
+    check_but_folder(config, resume=resume and not fork)
+    return folder
+
+
+def check_but_folder(config: Config, *, resume: bool = False) -> list[str]:
+    """Contradictions, the environment, the model, this machine, as :func:`check`; whether the run's folder is free is not asked.
+
+    Returns notices: what is worth a look although it can run.
+    """
+    folder = (Path(config.folder) / config.name).resolve()
     check_config(config)
-    if resume and not fork:
+    if resume:
         check_length(folder, config)
     if not isinstance(config.launcher, LocalSettings):
         from .ray_launcher import load_ray
@@ -88,7 +98,7 @@ def check(config: Config, *, resume: bool = False, fork: bool = False) -> tuple[
         check_model_folder(config.model.path)
     notices = check_env(config)
     check_machine(Run(folder=folder, config=config, run_id="0" * 32))
-    return folder, notices
+    return notices
 
 
 def check_env(config: Config) -> list[str]:

@@ -83,6 +83,8 @@ def _audit(run: Run) -> AuditReport | None:
 def _facts(run: Run, ending: Ending, rows: Sequence[Row], report: AuditReport | None) -> Iterator[tuple[str, str]]:
     word = {0: "finished", 130: "stopped"}.get(ending.exit_code, "ended early")
     yield word, f"version {rows[-1]['version']} of {run.config.learner.versions} in {clock(ending.wall_s)}, {_plural(ending.num_restarts, 'restart')}"
+    if lacking := int(rows[-1]["version"]) - len({row["version"] for row in rows}):
+        yield "metrics", f"metrics.jsonl lacks the rows of {_plural(lacking, 'version')}: lines of it were lost"
     roles = ", ".join(f"{name} {seconds:.0f}" for name, seconds in ending.cpu_s.items())
     yield "CPU seconds", f"{sum(ending.cpu_s.values()):.0f}: {roles}"
     for name, metric in (("success", "train/success"), ("reward", "train/reward_mean")):
@@ -90,6 +92,8 @@ def _facts(run: Run, ending: Ending, rows: Sequence[Row], report: AuditReport | 
         if values:
             num = min(SMOOTH, max(1, len(values) // 2))
             yield name, f"{_mean(values[:num]):.3f} (first {_plural(num, 'version')}) → {_mean(values[-num:]):.3f} (last {num})"
+    if told := _skips(rows):
+        yield "steps", told
     row = passed_at(rows)
     if row is not None:
         at = f" after {clock(float(row['time/wall_s']))} of training" if row.get("time/wall_s") is not None else ""
@@ -97,7 +101,10 @@ def _facts(run: Run, ending: Ending, rows: Sequence[Row], report: AuditReport | 
     yield from evaluation_lines.facts(run, 0 if report is None else report.evaluations.get("open", 0))
     lags = [float(row["train/lag_max"]) for row in rows if row.get("train/lag_max") is not None]
     drops = report.num_age_drops if report is not None else sum(float(row.get("train/age_drops") or 0) for row in rows)
-    yield "lag trained", f"at most {max(lags, default=0):.0f} of {run.config.buffer.max_lag} allowed; {drops:.0f} dropped for age"
+    yield (
+        "lag trained",
+        f"at most {max(lags, default=0):.0f} behind, of any token that trained; {run.config.buffer.max_lag} allowed; {drops:.0f} dropped for age",
+    )
     if report is not None:
         in_flight = sum(report.counts[state] for state in ("open", "ready", "assigned"))
         rest = f"; the rest belongs to {_plural(in_flight, 'group')} in flight at the end" if in_flight else ""
@@ -122,7 +129,8 @@ def audit_lines(report: AuditReport) -> Iterator[str]:
         yield f"fork         lineage {fork.lineage} began after version {fork.version} of lineage {fork.parent}: {fork.reason}"
     for lineage, number in report.abandoned.items():
         yield f"abandoned    {_plural(number, 'batch', 'batches')} of lineage {lineage}; rollstream replay --lineage {lineage} still finds them"
-    appends = f"{_plural(report.num_rows, 'row')}, {_plural(report.num_appends, 'append')}, {report.size_bytes / 2**20:,.1f} MiB"
+    evaluated = " with those of evaluations" if report.num_evaluated else ""
+    appends = f"{_plural(report.num_rows, 'row')}{evaluated}, {_plural(report.num_appends, 'append')}, {report.size_bytes / 2**20:,.1f} MiB"
     yield f"trajectories {report.num_trajectories:,} in the log ({appends}), {report.num_trained:,} trained, {report.duplicates:,} trained twice"
     if told := _failed(report):
         yield f"             {told}"
@@ -132,7 +140,7 @@ def audit_lines(report: AuditReport) -> Iterator[str]:
         removed = f", {report.num_removed:,} trajectories removed by retention (buffer.keep_gb)" if report.num_removed else ""
         yield f"sealed       {_plural(report.num_sealed, 'segment')}{removed}"
     too_old = f"{report.num_age_drops:,} trajectories withheld or dropped for age"
-    yield f"lag          at most {report.max_lag_trained} trained, {report.lag_bound} allowed; {too_old}"
+    yield f"lag          at most {report.max_lag_trained} in trained batches, whether its tokens trained or not; {report.lag_bound} allowed; {too_old}"
     for env_id, cursor in report.cursors.items():
         share = (
             f" ({cursor.num_groups / report.num_leased:.1%} of all, its weight says {cursor.share:.1%})"
@@ -203,6 +211,19 @@ def _failed(report: AuditReport) -> str:
     if report.num_unplayed:
         parts.append(f"{_plural(report.num_unplayed, 'member')} not played before the deadline of their group")
     return ", ".join(parts)
+
+
+def _skips(rows: Sequence[Row]) -> str:
+    """``3 steps skipped (nothing to train on)``; empty where there was none."""
+    causes = {"nothing to train on": 0, "gradient not finite": 0}
+    before = 0
+    for row in rows:
+        skipped = int(row.get("optim/skipped_steps") or 0)
+        causes["gradient not finite" if row.get("train/tokens") else "nothing to train on"] += max(0, skipped - before)
+        before = skipped
+    found = {cause: num for cause, num in causes.items() if num}
+    why = ", ".join(found) if len(found) == 1 else ", ".join(f"{num:,} {cause}" for cause, num in found.items())
+    return f"{_plural(sum(found.values()), 'step')} skipped ({why})" if found else ""
 
 
 def _ended(report: AuditReport) -> str:

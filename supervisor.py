@@ -46,6 +46,8 @@ CUT_OFF_S = 60.0
 STATUS_TIMEOUT_S = 0.3
 ABORT_GRACE_S = 3.0
 """How long a silent actor may take to write where it was."""
+SAME_SIGNAL_S = 0.5
+"""Signals that come this soon after one another are one."""
 QUICK_S = 30.0
 """Two equal failures, each sooner than this after a start, will not be cured by a third."""
 
@@ -103,6 +105,7 @@ class Supervisor:
         prepare_keys(run)
         self._client: SupervisorClient | None = None
         self._signals: list[int] = []
+        self._signalled_at = float("-inf")
         self._started_at = time.monotonic()
         self._viewed_at = float("-inf")
         self._phase = "running"
@@ -115,7 +118,7 @@ class Supervisor:
 
     def supervise(self) -> Outcome:
         """Starts the roles, waits for the end of the run, ends them. Never leaves a process behind."""
-        with _signals(self._signals.append), self._view:
+        with _signals(self._note_signal), self._view:
             try:
                 self._clear()
                 with self._launcher:
@@ -298,12 +301,21 @@ class Supervisor:
             self._show()
             time.sleep(POLL_S / 2)
 
+    def _note_signal(self, number: int) -> None:
+        """One that follows at once is the same wish: ``timeout`` and some terminals signal the process and then its group."""
+        now = time.monotonic()
+        if now - self._signalled_at > SAME_SIGNAL_S:
+            self._signals.append(number)
+        self._signalled_at = now
+
     @property
     def _at_once(self) -> bool:
         return len(self._signals) > 1
 
     def _clear(self) -> None:
-        """Removes sockets and shared memory, also those an earlier process of this run had to leave behind."""
+        """Removes sockets, shared memory and half-built models, also those an earlier process of this run had to leave behind."""
+        for path in self._run.folder.glob(".model-*.tmp"):
+            shutil.rmtree(path, ignore_errors=True)
         remove_weights(self._run.weights_folder)
         shutil.rmtree(self._run.socket_folder, ignore_errors=True)
         with suppress(OSError):

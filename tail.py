@@ -105,7 +105,7 @@ class LogTail:
             self.learner_said = found["message"]
         if found["level"] in ("warning", "error"):
             self.num_warnings += 1
-            self.last_warning = f"{role}: {found['message']}"
+            self.last_warning = f"logs/{role}.log: {found['message']}"
 
 
 def _parse(line: bytes) -> Row | None:

@@ -29,6 +29,8 @@ from .tail import LogTail, MetricsTail, Row, clock, smoothed
 SPARKS = "▁▂▃▄▅▆▇█"
 PLAIN_EVERY_S = 5.0
 """Seconds between two plain lines."""
+WARNING_CHARACTERS = 120
+"""Of the last warning that are shown."""
 RATE_WINDOW_S = 5.0
 """Seconds over which tokens per second are taken."""
 
@@ -46,7 +48,7 @@ class ProcessState:
 class Snapshot:
     """Everything one drawing needs. ``status`` is None while the buffer does not answer; ``phase`` names what the run does: running, stopping.
 
-    ``learner_said`` is the learner's last line; ``warnings`` how many warnings the logs hold, and the last one. The view fills both in.
+    ``learner_said`` is the learner's last line; ``warnings`` how many warnings the logs hold, and the last one behind the log it is in. The view fills both in.
     """
 
     run: Run
@@ -187,7 +189,7 @@ def plain_line(snapshot: Snapshot, rows: Sequence[Row], rates: Mapping[str, floa
     if snapshot.status is not None and (told := line_of(snapshot.status.evaluations)):
         parts.append(f"evaluated {told}")
     if snapshot.warnings[0]:
-        parts.append(f"warnings {snapshot.warnings[0]}")
+        parts.append(f"warnings {_warnings(snapshot)}")
     waiting = waits(snapshot)
     return "  ".join(parts) + (f"  [{waiting}]" if waiting else "")
 
@@ -248,9 +250,14 @@ def _numbers(snapshot: Snapshot, rows: Sequence[Row], rates: Mapping[str, float]
     yield _line("waiting", waits(snapshot) or "nobody")
     if not rows:
         yield _line("learner", preparing(snapshot))
-    num_warnings, last = snapshot.warnings
-    if num_warnings:
-        yield _line("warnings", f"{num_warnings}, last of {last}", style="yellow")
+    if snapshot.warnings[0]:
+        yield _line("warnings", _warnings(snapshot), style="yellow")
+
+
+def _warnings(snapshot: Snapshot) -> str:
+    """How many there were, and the last one: which alarm it was, and which log has it."""
+    num, last = snapshot.warnings
+    return f"{num}, last in {last if len(last) <= WARNING_CHARACTERS else f'{last[:WARNING_CHARACTERS]}…'}"
 
 
 def _line(label: str, value: str, *, style: str = "") -> Text:

@@ -16,6 +16,7 @@ Leftovers with a dot are cleared at the next start.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -32,9 +33,10 @@ from ..errors import CheckpointError, RollstreamError
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 FIRST = "v000000"
 """The checkpoint of the starting policy, after its warm-up."""
+_LITTLE_SPACE_BYTES = 2**20
 _NAME = re.compile(r"v(\d{6,})")
 
 
@@ -124,13 +126,20 @@ def finish_checkpoint(
 
 @contextlib.contextmanager
 def refused_by_disk(checkpoints: Path, version: int) -> Generator[None]:
-    """Raises :class:`CheckpointError`, naming the last good checkpoint, for what the disk refuses inside."""
+    """Raises :class:`CheckpointError`, naming the last good checkpoint, for what the disk refuses inside; what was written by then makes room.
+
+    On a full disk torch and safetensors raise errors of their own kinds, which say less.
+    """
     try:
         yield
-    except OSError as error:
-        if isinstance(error, RollstreamError):
+    except Exception as error:
+        full = os.strerror(errno.ENOSPC)
+        is_full = full in str(error) or shutil.disk_usage(checkpoints).free < _LITTLE_SPACE_BYTES
+        if isinstance(error, RollstreamError) or not (isinstance(error, OSError) or is_full):
             raise
-        raise CheckpointError(f"checkpoint {checkpoints / name_of(version)} was not written: {error}; {_last_good(checkpoints)}") from error
+        shutil.rmtree(temporary_of(checkpoints, version), ignore_errors=True)
+        reason = error if isinstance(error, OSError) else full
+        raise CheckpointError(f"checkpoint {checkpoints / name_of(version)} was not written: {reason}; {_last_good(checkpoints)}") from error
 
 
 def model_folder_of(folder: Path) -> Path:

@@ -15,6 +15,7 @@ from ..buffer import wire
 from ..buffer.channels import publish_to
 from ..buffer.client import LearnerClient
 from ..buffer.curve import client_keys
+from ..buffer.log_files import local_files
 from ..buffer.types import Batch
 from ..buffer.wire import StatusReply, Welcome
 from ..configs.learner_schema import FsdpPolicy
@@ -31,6 +32,7 @@ from .metrics import Counters, costs_of, data_figures, row_of
 from .publisher import Publisher
 from .ranks import Ranks, naming_the_lost, refuse_a_lonely_rank
 from .saving import write_checkpoint
+from .skips import why_skipped
 from .start import Held, device_of, reference_of, start, step_settings
 from .step import Stepper
 from .tracker import Tracker
@@ -76,7 +78,7 @@ def learn(run: Run, stop: threading.Event, rank: int = 0, meet: str | None = Non
 
 def _client(run: Run, rank: int, num: int) -> LearnerClient:
     stalled_s, keys = run.config.buffer.stall_timeout_s, client_keys(run)
-    return LearnerClient(run.endpoint, run.run_id, peer_id(rank), rank=rank, ranks=num, stalled_s=stalled_s, keys=keys, log_folder=run.local_stream_folder)
+    return LearnerClient(run.endpoint, run.run_id, peer_id(rank), rank=rank, ranks=num, stalled_s=stalled_s, keys=keys, files=local_files(run))
 
 
 def peer_id(rank: int) -> str:
@@ -114,7 +116,7 @@ def learn_from(run: Run, source: BatchSource, stop: threading.Event, ranks: Rank
             if taken is None:
                 break
             data, done = _make_version(run, held, stepper, taken, source, publisher)
-            _advance(held, taken.batch, done.update.stepped, config.alarms.max_skipped)
+            _advance(held, taken.batch, None if done.update.stepped else why_skipped(taken.batch, data), config.alarms.max_skipped)
             if ranks.leads:
                 source.trained(held.version)
             _tell(source, publisher)
@@ -187,17 +189,19 @@ def _publisher(run: Run, held: Held) -> Publisher | GatheringPublisher:
     return GatheringPublisher(writer, policy.model, model_folder_of(held.saved), policy.ranks)
 
 
-def _advance(held: Held, batch: Batch, stepped: bool, max_skipped: int) -> None:
-    """Moves to the batch's version. A skipped step counts; too many in a row end the run."""
+def _advance(held: Held, batch: Batch, skipped: tuple[str, str] | None, max_skipped: int) -> None:
+    """Moves to the batch's version. A step ``skipped``, for a cause that has a remedy, counts; too many in a row end the run."""
     held.version = batch.version
-    held.skipped_in_a_row = 0 if stepped else held.skipped_in_a_row + 1
-    held.skipped += not stepped
-    if not stepped:
-        logger.warning("version=%d step=skipped in_a_row=%d", held.version, held.skipped_in_a_row)
+    if skipped is None:
+        held.skipped_in_a_row = 0
+        return
+    held.skipped_in_a_row += 1
+    held.skipped += 1
+    cause, remedy = skipped
+    logger.warning("version=%d step=skipped in_a_row=%d cause=%r", held.version, held.skipped_in_a_row, cause)
     if held.skipped_in_a_row > max_skipped:
         raise RoleFailed(
-            f"{held.skipped_in_a_row} steps in a row were skipped (no finite gradient, or nothing to train on), "
-            f"bound learner.alarms.max_skipped {max_skipped}: lower learner.optimizer.learning_rate, or look at loss/* and train/* in metrics.jsonl"
+            f"{held.skipped_in_a_row} steps in a row were skipped, bound learner.alarms.max_skipped {max_skipped}; version {held.version}: {cause}; {remedy}"
         )
 
 

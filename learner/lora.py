@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from ..configs.checks import check_adapters
 from ..configs.learner_schema import Lora
 from ..errors import CheckpointError, ConfigError, MissingExtra
 from .collate import MicroBatch
@@ -38,10 +39,9 @@ def add_adapters(model: PreTrainedModel, lora: Lora) -> None:
 
     Raises :class:`ConfigError` where a target matches nothing, or only what cannot be adapted; :class:`MissingExtra` without peft.
     """
-    try:
-        from peft import LoraConfig, inject_adapter_in_model
-    except ImportError:
-        raise MissingExtra("learner.policy.lora needs peft, not installed here: pip install 'rollstream[lora]'") from None
+    check_adapters(lora)
+    from peft import LoraConfig, inject_adapter_in_model
+
     targets = _targets(model, lora.target_modules)
     config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, bias="none")  # pyright: ignore[reportArgumentType] - a float will do
     with torch.random.fork_rng(devices=[]):

@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 _dist: Any = dist
 _SILENT_S = 1800.0
 """How long a rank waits for the others in the middle of a run: a checkpoint on a slow disk takes minutes. The death of a process is noticed at once."""
+_OWN_S = 30.0
+"""How long rank 0 waits for its connection to itself."""
 _LOOK_EVERY_S = 0.05
 _ADDRESS = re.compile(r"([\w.-]+|\[[\da-fA-F:.]+\]):(\d{1,5})")
 _STOP = "stop"
@@ -196,7 +198,9 @@ class _AtAddress:
         if until.rank == 0:
             listening = _listen(host, port)
             _talk_over(_interface_towards(host, port))
-            server = _dist.TCPStore(host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listening)
+            patient = timedelta(seconds=max(until.left_s, _OWN_S))  # its connection to itself is not what it waits for
+            server = _dist.TCPStore(host, port, None, True, patient, wait_for_workers=False, master_listen_fd=listening)
+            server.set_timeout(timeout)
         else:
             try:
                 server = _dist.TCPStore(host, port, None, False, timeout, wait_for_workers=False)

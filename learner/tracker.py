@@ -54,9 +54,13 @@ class Tracker:
         """Writes the row of ``version``, whose batch ``lineage`` formed, with the wall time so far."""
         values = {**values, "time/wall_s": self.wall_s}
         finite = {name: as_written(value) for name, value in values.items() if math.isfinite(value)}
-        self._file.write(json.dumps({"version": version, "lineage": lineage, **finite}) + "\n")
-        self._file.flush()
-        self._tell_board(version, finite)
+        try:
+            self._file.write(json.dumps({"version": version, "lineage": lineage, **finite}) + "\n")
+            self._file.flush()
+            self._tell_board(version, finite)
+        except OSError as error:
+            error.filename = error.filename or "metrics.jsonl or tensorboard"
+            raise
         if self._mirror is not None:
             self._mirror.row(version, {"lineage": lineage, **finite})
 
