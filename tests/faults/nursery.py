@@ -14,7 +14,6 @@ learner was served.
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import logging
 import os
@@ -29,9 +28,11 @@ from typing import Any
 import numpy as np
 import xxhash
 
+import failpoints
 from rollstream.actors.evaluator import evaluate
 from rollstream.actors.loop import act
 from rollstream.buffer.client import ActorClient, LearnerClient
+from rollstream.buffer.log_files import local_files
 from rollstream.buffer.manifest import Manifest
 from rollstream.buffer.server import serve
 from rollstream.buffer.types import Batch, Trajectory
@@ -40,18 +41,6 @@ from rollstream.buffer.wire import Retained, RetainedVersion, SkippedVersion
 from rollstream.configs.run_folder import ForkPoint, Run
 from rollstream.configs.schema import Config
 from rollstream.models import build_tiny_tokenizer
-
-
-def beside(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(f"nursery_{name}", Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-failpoints = beside("failpoints")
 
 
 def journal(path: Path, entry: dict[str, Any]) -> None:
@@ -105,7 +94,7 @@ class Learner:
         chosen = kept[-1] if kept and self.random.random() < 0.6 else self.random.choice(kept) if kept else None
         saved = json.loads(chosen.read_text()) if chosen else {"version": 0, "weights": "none"}
         self.version, self.weights, self.lineage = int(saved["version"]), str(saved["weights"]), int(saved.get("lineage", 0))
-        self.client = LearnerClient(run.endpoint, run.run_id, log_folder=run.local_stream_folder)
+        self.client = LearnerClient(run.endpoint, run.run_id, files=local_files(run))
         self.writer: WeightsWriter | None = None
         self.kept: dict[tuple[int, int], RetainedVersion] = {}
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import random
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,46 +13,34 @@ from typing import Any
 import pytest
 
 from rollstream.buffer.evaluation_tables import FIRST_GROUP
+from world import World
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 SETTINGS = {"every": 4, "tasks": 4, "samples": 3, "k": [1, 3], "success_at": 0.3, "slots": 4}
 
 
-def beside(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(f"faults_{name}", Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-world_module = beside("world")
-
-
 @pytest.fixture
-def world(tmp_path: Path) -> Iterator[Any]:
-    made = world_module.World(tmp_path / "run", 11, num_actors=1, evaluation=SETTINGS)
+def world(tmp_path: Path) -> Iterator[World]:
+    made = World(tmp_path / "run", 11, num_actors=1, evaluation=SETTINGS)
     yield made
     made.close()
 
 
-def start(world: Any) -> None:
+def start(world: World) -> None:
     for name in world.names:
         world.start(name, 1)
 
 
-def members(world: Any) -> set[tuple[Any, ...]]:
+def members(world: World) -> set[tuple[Any, ...]]:
     return set(world.rows("SELECT group_id, member, attempt, append_id FROM evaluation_members"))
 
 
-def states(world: Any) -> dict[str, int]:
+def states(world: World) -> dict[str, int]:
     return dict(world.rows("SELECT state, count(*) FROM evaluations GROUP BY state"))
 
 
-def played_twice(world: Any) -> list[tuple[int, int]]:
+def played_twice(world: World) -> list[tuple[int, int]]:
     """(group, member) of evaluations whose acknowledged trajectories came from more than one attempt."""
     found: dict[tuple[int, int], set[int]] = {}
     for entry in world.journal("appended"):
@@ -65,7 +51,7 @@ def played_twice(world: Any) -> list[tuple[int, int]]:
 
 
 @pytest.mark.long
-def test_a_killed_evaluator_costs_the_members_it_was_playing_and_no_other(world: Any) -> None:
+def test_a_killed_evaluator_costs_the_members_it_was_playing_and_no_other(world: World) -> None:
     start(world)
     for _ in range(3):
         world.wait_until(
@@ -85,7 +71,7 @@ def test_a_killed_evaluator_costs_the_members_it_was_playing_and_no_other(world:
 
 
 @pytest.mark.long
-def test_a_stopped_evaluator_holds_up_neither_learner_nor_actors_and_what_was_due_meanwhile_is_skipped(world: Any) -> None:
+def test_a_stopped_evaluator_holds_up_neither_learner_nor_actors_and_what_was_due_meanwhile_is_skipped(world: World) -> None:
     start(world)
     world.wait_until(lambda: members(world), "an evaluation going on")
     os.kill(world.pids["evaluator-0"], signal.SIGSTOP)
@@ -103,7 +89,7 @@ def test_a_stopped_evaluator_holds_up_neither_learner_nor_actors_and_what_was_du
     assert set(world.audit().evaluations) >= {"done", "skipped"}
 
 
-def test_after_kills_of_every_role_the_books_of_evaluations_close_and_every_token_is_of_the_pinned_version(world: Any) -> None:
+def test_after_kills_of_every_role_the_books_of_evaluations_close_and_every_token_is_of_the_pinned_version(world: World) -> None:
     draw = random.Random(5)
     start(world)
     for _ in range(8):

@@ -5,7 +5,7 @@ Real buffer, real actors with the scripted sampler, and a double of the learner 
 
 from __future__ import annotations
 
-import importlib.util
+import json
 import os
 import random
 import sys
@@ -17,23 +17,13 @@ from typing import Any
 
 import pytest
 
+import nursery
+from world import World
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 NUM_ROUNDS, KILLS_PER_ROUND = 5, 22
 VICTIMS = {"buffer": 0.25, "actor-0": 0.2, "actor-1": 0.15, "learner": 0.3, "all": 0.1}
-
-
-def beside(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(f"faults_{name}", Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-world_module, nursery = beside("world"), beside("nursery")
 
 
 @pytest.fixture
@@ -45,13 +35,13 @@ def seed() -> int:
 
 
 @pytest.fixture
-def world(tmp_path: Path, seed: int) -> Iterator[Any]:
-    made = world_module.World(tmp_path / "run", seed)
+def world(tmp_path: Path, seed: int) -> Iterator[World]:
+    made = World(tmp_path / "run", seed)
     yield made
     made.close()
 
 
-def test_after_a_hundred_kills_nothing_is_lost_and_nothing_is_trained_twice(world: Any, seed: int) -> None:
+def test_after_a_hundred_kills_nothing_is_lost_and_nothing_is_trained_twice(world: World, seed: int) -> None:
     draw = random.Random(seed)
     for name in world.names:
         world.start(name, draw.randrange(2**31))
@@ -75,7 +65,7 @@ def test_after_a_hundred_kills_nothing_is_lost_and_nothing_is_trained_twice(worl
     check_the_whole_run(world)
 
 
-def check_after_kill(world: Any, known: set[Any]) -> set[Any]:
+def check_after_kill(world: World, known: set[Any]) -> set[Any]:
     """The books close; what was committed before is still there, by the same attempt in the same append."""
     told = {tuple(entry["key"][1:3]) for entry in world.journal("appended")}
     world.audit()
@@ -85,7 +75,7 @@ def check_after_kill(world: Any, known: set[Any]) -> set[Any]:
     return members
 
 
-def drain(world: Any) -> None:
+def drain(world: World) -> None:
     """Every lease of the run so far ends up trained: none was lost."""
     leased = world.audit().num_leased
     unfinished = f"SELECT count(*) FROM groups WHERE group_id < {leased} AND state NOT IN ('trained', 'dropped')"
@@ -93,7 +83,7 @@ def drain(world: Any) -> None:
     world.check_alive()
 
 
-def check_the_whole_run(world: Any) -> None:
+def check_the_whole_run(world: World) -> None:
     counters = world.counters()
     assert counters["digests_differ"] == 0
     assert counters["refused"] == 0
@@ -112,5 +102,5 @@ def check_the_whole_run(world: Any) -> None:
     for version in sorted(served):
         weights[version] = nursery.next_weights(weights[version - 1], served[version][0]["content"])
     for path in (world.run.folder / "double").glob("v*.json"):
-        saved = world_module.json.loads(path.read_text())
+        saved = json.loads(path.read_text())
         assert saved["weights"] == weights[saved["version"]], "the weights are not those of each batch trained once, in order"

@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
+
+from world import World
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 MAX_LAG, NUM_VERSIONS = 3, 90
 
 
-def beside(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(f"faults_lag_{name}", Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_with_a_heavy_tail_of_lengths_the_lag_bound_is_met_and_reached_and_long_episodes_are_trained_like_short_ones(tmp_path: Path) -> None:
-    world = beside("world").World(
+    world = World(
         tmp_path / "run",
         seed=7,
         step_s=0.01,

@@ -5,10 +5,8 @@ Learner, ledger, log and checkpoints are real; they share one process, which is 
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +16,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import failpoints
+import recorded_run
 from rollstream.buffer.audit import audit
 from rollstream.configs.run_folder import Run
 from rollstream.learner import checkpoint
@@ -26,18 +26,6 @@ from rollstream.learner.loop import learn_from
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 
-def load(path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(f"learner_windows_{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-HERE = Path(__file__).resolve().parent
-recorded_run, failpoints = load(HERE.parent / "integration" / "recorded_run.py"), load(HERE / "failpoints.py")
 OPTIONS = ("learner.versions=5", "learner.checkpoint={every: 2, keep_last: 2}")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import random
 import sys
@@ -16,22 +15,12 @@ import psutil
 import pytest
 
 from rollstream.buffer.audit import audit
+from whole_runs import Job
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 LAST = 36
 ROUNDS = (("actor-0", "buffer", "actor-0", "learner"), ("buffer", "actor-0", "everything"))
-
-
-def supervisor_tests() -> Any:
-    path = Path(__file__).parents[1] / "integration" / "test_supervisor.py"
-    spec = importlib.util.spec_from_file_location("faults_supervisor", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture
@@ -46,10 +35,9 @@ def test_killed_actors_buffers_learners_and_whole_runs_cost_no_lease_and_no_vers
     seed = int(os.environ.get("ROLLSTREAM_FAULT_SEED", time.time_ns() % 2**31))
     sys.stdout.write(f"ROLLSTREAM_FAULT_SEED={seed}\n")
     draw = random.Random(seed)
-    start = supervisor_tests().Job
     arguments = (f"learner.versions={LAST}", "learner.checkpoint.every=3", "learner.checkpoint.keep_last=2")
     for victims in ROUNDS:
-        jobs.append(start(tmp_path, *arguments, *(["--resume"] if jobs else [])))
+        jobs.append(Job(tmp_path, *arguments, *(["--resume"] if jobs else [])))
         job = jobs[-1]
         job.note_roles()
         job.wait_for_version(job.version() + 1)
@@ -71,7 +59,7 @@ def test_killed_actors_buffers_learners_and_whole_runs_cost_no_lease_and_no_vers
                 job.wait_for(lambda victim=victim, first=first, job=job: job.role(victim).pid != first.pid, f"another {victim}")
             assert (report := audit(job.run_folder)).problems == [], victim
             assert report.num_age_drops == 0
-    jobs.append(start(tmp_path, *arguments, "--resume"))
+    jobs.append(Job(tmp_path, *arguments, "--resume"))
     code, out, err = jobs[-1].end(120)
     assert code == 0, out + err + jobs[-1].logs()
     assert [row["version"] for row in jobs[-1].rows()] == list(range(1, LAST + 1))

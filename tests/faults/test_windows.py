@@ -6,49 +6,35 @@ its windows is in ``test_learner_windows.py``.
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections import defaultdict
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
+
+import failpoints
+from world import World
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 
-def beside(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(f"windows_{name}", Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-world_module, nursery, failpoints = beside("world"), beside("nursery"), beside("failpoints")
-
-
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     """One run, through all windows: what each leaves behind is what the next begins with."""
-    made = world_module.World(tmp_path_factory.mktemp("windows") / "run", 11, step_s=0.02)
+    made = World(tmp_path_factory.mktemp("windows") / "run", 11, step_s=0.02)
     for name in made.names:
         made.start(name)
     yield made
     made.close()
 
 
-def go_on(world: Any, batches: int = 3) -> None:
+def go_on(world: World, batches: int = 3) -> None:
     before = world.last_batch()
     world.wait_until(lambda: world.last_batch() >= before + batches, f"{batches} more batches")
     world.check_alive()
 
 
 @pytest.mark.parametrize("window", failpoints.WINDOWS)
-def test_a_death_in_any_window_costs_no_lease_no_row_and_no_version(world: Any, window: str) -> None:
+def test_a_death_in_any_window_costs_no_lease_no_row_and_no_version(world: World, window: str) -> None:
     victim = failpoints.WINDOWS[window][0]
     go_on(world)
     world.kill(victim)
@@ -74,7 +60,7 @@ def test_a_death_in_any_window_costs_no_lease_no_row_and_no_version(world: Any, 
     world.wait_until(lambda: world.rows(unfinished)[0][0] == 0, f"the first {leased} groups to be trained")
 
 
-def test_an_actor_that_holds_more_of_the_old_lineage_takes_the_new_weights_before_it_plays_for_the_new(world: Any) -> None:
+def test_an_actor_that_holds_more_of_the_old_lineage_takes_the_new_weights_before_it_plays_for_the_new(world: World) -> None:
     """Buffer and learner die, the actors live on; the run forks below what the actors hold; what they were playing is taken as it comes."""
     go_on(world, 6)
     world.kill("learner", "buffer")

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NoReturn
 
 
 class Nursery:
@@ -31,7 +32,10 @@ class Nursery:
 
 
 def serve(main: Callable[[str, Path, int, int], None]) -> None:
-    """Forks the ranks of each job that a line on standard input names; answers with their exit codes. Each calls ``main(job, folder, rank, num)``."""
+    """Forks the ranks of each job that a line on standard input names; answers with their exit codes. Each calls ``main(job, folder, rank, num)``.
+
+    An error that ``main`` raises is the rank's last line, its exit code 1.
+    """
     for line in sys.stdin:
         job, folder, num = json.loads(line)
         children: list[int] = []
@@ -40,9 +44,18 @@ def serve(main: Callable[[str, Path, int, int], None]) -> None:
             if pid == 0:
                 errors = os.open(Path(folder) / f"errors-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
                 os.dup2(errors, 2)
-                main(job, Path(folder), rank, num)
-                os._exit(0)
+                _live(main, job, Path(folder), rank, num)
             children.append(pid)
         codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
         sys.stdout.write(json.dumps(codes) + "\n")
         sys.stdout.flush()
+
+
+def _live(main: Callable[[str, Path, int, int], None], *arguments: Any) -> NoReturn:
+    """The life of a rank. Where it fails it ends at once: what it holds may wait for the others when it is let go."""
+    try:
+        main(*arguments)
+    except Exception as error:  # noqa: BLE001 - told to the test
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        os._exit(1)
+    os._exit(0)

@@ -134,20 +134,21 @@ async def play_groups(client: ActorClient, num: int, **options: Any) -> list[Tra
 
 
 class Actor:
-    """Plays leases in a thread with its own loop."""
+    """Plays leases in a thread with its own loop until told to stop; ``delay_s`` per member."""
 
-    def __init__(self, run: Run, play: Callable[[Lease, int], Trajectory]) -> None:
+    def __init__(self, run: Run, play: Callable[[Lease, int], Trajectory], peer_id: str, delay_s: float) -> None:
         self.acknowledged: list[TrajectoryKey] = []
+        self.client: ActorClient | None = None
         self.sent = 0
         self.may_send = threading.Event()
         self.may_send.set()
-        self._run, self._played = run, play
+        self._run, self._played, self._peer_id, self._delay_s = run, play, peer_id, delay_s
         self._pool = ThreadPoolExecutor(1)
         self._done = self._pool.submit(lambda: asyncio.run(self._act()))
 
     async def _act(self) -> None:
         self._loop = asyncio.get_running_loop()
-        async with ActorClient(self._run.endpoint, self._run.run_id, "actor-0", silent_s=60) as self.client, asyncio.TaskGroup() as tasks:
+        async with ActorClient(self._run.endpoint, self._run.run_id, self._peer_id, silent_s=60) as self.client, asyncio.TaskGroup() as tasks:
             self.client.credit(4)
             while (lease := await self.client.next_lease()) is not None:
                 tasks.create_task(self._play(self.client, lease))
@@ -155,6 +156,7 @@ class Actor:
 
     async def _play(self, client: ActorClient, lease: Lease) -> None:
         for member in lease.members:
+            await asyncio.sleep(self._delay_s)
             self.sent += 1
             trajectory = self._played(lease, member)
             while not self.may_send.is_set():
@@ -164,17 +166,22 @@ class Actor:
         client.finish(lease.group_id)
         client.credit(4)
 
+    def call(self, name: str, *arguments: Any) -> None:
+        """Calls a method of the client on its own loop."""
+        assert self.client is not None
+        self._loop.call_soon_threadsafe(getattr(self.client, name), *arguments)
+
     def stop(self) -> None:
         if not self._done.done():
-            self._loop.call_soon_threadsafe(self.client.stop)
+            self.call("stop")
         self._done.result(30)
         self._pool.shutdown()
 
 
 @contextlib.contextmanager
-def acting(run: Run, play: Callable[[Lease, int], Trajectory]) -> Iterator[Actor]:
+def acting(run: Run, play: Callable[[Lease, int], Trajectory] = play, peer_id: str = "actor-0", delay_s: float = 0.0) -> Iterator[Actor]:
     """An actor that sends what ``play`` makes."""
-    actor = Actor(run, play)
+    actor = Actor(run, play, peer_id, delay_s)
     try:
         yield actor
     finally:

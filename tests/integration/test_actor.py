@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from actor_world import world
 from rollstream.buffer.wire import StatusReply
 from rollstream.errors import EnvError, WeightsError
-
-
-def _shared(name: str) -> Any:
-    """A module beside this one, loaded once."""
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
-world = _shared("actor_world").world
 
 
 def test_an_actor_fills_batch_after_batch_with_the_versions_it_was_given(tmp_path: Path) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+import streams
 from rollstream.buffer.amendments import WHOLE, Amendment
 from rollstream.buffer.audit import audit
 from rollstream.buffer.client import LearnerClient, ScorerClient
@@ -17,12 +16,6 @@ from rollstream.buffer.types import Trajectory
 from rollstream.buffer.wire import Lease
 from rollstream.configs.run_folder import Run
 from rollstream.errors import Refused
-
-_spec = importlib.util.spec_from_file_location("streams", Path(__file__).with_name("streams.py"))
-assert _spec is not None
-assert _spec.loader is not None
-streams: Any = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(streams)
 
 
 def unscored(lease: Lease, member: int) -> Trajectory:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
-import importlib.util
 import struct
-import subprocess
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,21 +14,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+import streams
 from rollstream.buffer.audit import audit
 from rollstream.buffer.blob_store import blob_path
-from rollstream.buffer.blobs import MAX_BLOB_BYTES, Blob, BlobCache
+from rollstream.buffer.blobs import MAX_BLOB_BYTES, Blob, BlobCache, digest_of
 from rollstream.buffer.client import ActorClient, LearnerClient, SupervisorClient
 from rollstream.buffer.inspect import Filter
 from rollstream.buffer.ledger import Ledger
+from rollstream.buffer.log_files import local_files
 from rollstream.configs.run_folder import Run
 from rollstream.errors import Corrupt, DataRefused, Refused
 from rollstream.log_command import log_lines
-
-_spec = importlib.util.spec_from_file_location("streams", Path(__file__).with_name("streams.py"))
-assert _spec is not None
-assert _spec.loader is not None
-streams: Any = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(streams)
 
 
 def png(seed: int, size: int = 24) -> bytes:
@@ -93,6 +86,26 @@ def test_images_reach_the_learner_with_the_rows_that_name_them_and_travel_once(r
     assert (report.closes, report.problems, report.num_blobs, report.blob_bytes) == (True, [], 2, len(png(1)) + len(png(2)))
 
 
+def test_a_learner_beside_the_buffer_reads_images_from_their_files_and_checks_them(run: Run) -> None:
+    blob = image(7)
+
+    async def act() -> None:
+        async with ActorClient(run.endpoint, run.run_id, "actor-0") as client:
+            await play_group(client, blob)
+            await play_group(client, blob)
+
+    with streams.serving(run), LearnerClient(run.endpoint, run.run_id, files=local_files(run)) as learner:
+        learner.hello(0)
+        asyncio.run(act())
+        assert streams.pull(learner, 1).blobs == {blob.digest: png(7)}
+        assert counters(run)["blobs_sent"] == 0
+        blob_path(run.blobs_folder, blob.digest).write_bytes(png(8))
+        with LearnerClient(run.endpoint, run.run_id, "learner-1", rank=1, ranks=2, files=local_files(run)) as other:
+            other.hello(None)
+            with pytest.raises(Corrupt, match=f"blob {blob.digest} do not match their digest"):
+                streams.pull(other, 1)
+
+
 def test_the_cache_of_a_learner_is_bounded_and_checks_what_comes() -> None:
     images = [image(seed) for seed in range(3)]
     cache = BlobCache(max_bytes=2 * len(png(0)) + 100)
@@ -114,9 +127,9 @@ def test_the_cache_of_a_learner_is_bounded_and_checks_what_comes() -> None:
 def test_bytes_that_are_not_given_too_many_or_damaged_are_refused(run: Run) -> None:
     with pytest.raises(DataRefused, match=r"between 1 and 33,554,432: encode the image smaller"):
         Blob.of(bytes(MAX_BLOB_BYTES + 1), "image/png")
-    good = image(1)
-    wrong = Blob(hashlib.sha256(b"other").hexdigest(), "image/png", good.data)
-    large = Blob(hashlib.sha256(b"large").hexdigest(), "image/png", bytes(MAX_BLOB_BYTES + 1))
+    good, fresh = image(1), image(5)
+    wrong, false = (Blob(digest_of(what), "image/png", good.data) for what in (b"other", b"another"))
+    large = Blob(digest_of(b"large"), "image/png", bytes(MAX_BLOB_BYTES + 1))
 
     async def act() -> list[Any]:
         async with ActorClient(run.endpoint, run.run_id, "actor-0") as client:
@@ -126,16 +139,19 @@ def test_bytes_that_are_not_given_too_many_or_damaged_are_refused(run: Run) -> N
                 client.append(streams.play(lease, 0, media=spans[0])),
                 client.append(streams.play(lease, 0, media=spans[1]), [wrong]),
                 client.append(streams.play(lease, 0, media=spans[2]), [large]),
+                client.append(streams.play(lease, 1, media=(fresh.span(0, 1), false.span(1, 1))), [fresh, false]),
                 client.append(streams.play(lease, 1, media=spans[0]), [good]),
                 return_exceptions=True,
             )
 
     with streams.serving(run):
-        missing, damaged, too_large, fine = asyncio.run(act())
+        missing, damaged, too_large, beside, fine = asyncio.run(act())
     assert isinstance(missing, DataRefused)
     assert "names 1 images whose bytes were not given" in str(missing)
     assert isinstance(damaged, Refused)
     assert (damaged.code, "announced was" in str(damaged)) == ("corrupt", True)
+    assert isinstance(beside, Refused), "all the images of a message are taken, or none"
+    assert beside.code == "corrupt"
     assert isinstance(too_large, Refused)
     assert "encode the image smaller" in str(too_large)
     assert fine is None
@@ -297,18 +313,6 @@ def test_rollstream_log_shows_and_exports_the_images(run: Run, tmp_path: Path) -
     assert (tmp_path / "all-blobs" / blob.digest).read_bytes() == blob.data
     blob_path(run.blobs_folder, blob.digest).unlink()
     assert any("its bytes are not there any more" in line for line in log_lines(run, Filter(), show="0/0"))
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of sixteen megabytes."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(folder)], capture_output=True, text=True)
-    if mount.returncode:
-        pytest.skip(f"a full disk needs the right to mount a tmpfs: {mount.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 def test_a_full_disk_holds_an_image_and_its_rows_until_there_is_space(small_disk: Path) -> None:

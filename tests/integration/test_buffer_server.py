@@ -4,83 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
 import socket as sockets
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
-import numpy as np
 import pytest
 
 from rollstream.buffer.audit import audit
 from rollstream.buffer.client import ActorClient, LearnerClient, SupervisorClient
 from rollstream.buffer.server import serve
-from rollstream.buffer.types import Batch, Segment, Trajectory, TrajectoryKey
-from rollstream.buffer.wire import Lease
+from rollstream.buffer.types import Batch
 from rollstream.configs.run_folder import Run
-from rollstream.configs.schema import Config
 from rollstream.errors import ConfigError, DataRefused, DeadlineExceeded, Refused, RunFolderError
-
-GROUP_SIZE = 3
-SERVE = """
-import json, signal, sys, threading
-from pathlib import Path
-from rollstream.buffer.server import serve
-from rollstream.configs.run_folder import Run
-from rollstream.configs.schema import Config
-stop = threading.Event()
-signal.signal(signal.SIGTERM, lambda *_: stop.set())
-serve(Run(Path(sys.argv[1]), Config.model_validate(json.loads(sys.argv[2])), sys.argv[3]), stop)
-"""
-
-
-def run_in(folder: Path, **buffer: Any) -> Run:
-    settings = {
-        "name": "stream",
-        "env": {"id": "Acme/Calculator-v0"},
-        "buffer": {"depth": 1, "max_lag": 3, "lease_timeout_s": 20.0, **buffer},
-        "learner": {"versions": 99, "batch_groups": 2, "group_size": GROUP_SIZE},
-    }
-    return Run(folder, Config.model_validate(settings), f"run-{folder}")
-
-
-@contextlib.contextmanager
-def serving(run: Run) -> Iterator[None]:
-    """The buffer in a thread of this process."""
-    stop = threading.Event()
-    with ThreadPoolExecutor(1) as pool:
-        served = pool.submit(serve, run, stop)
-        try:
-            yield
-        finally:
-            stop.set()
-            served.result(10)
-
-
-class ServerProcess:
-    """The buffer in a process that can be killed."""
-
-    def __init__(self, run: Run) -> None:
-        self.run = run
-        self.start()
-
-    def start(self) -> None:
-        self.process = subprocess.Popen([sys.executable, "-c", SERVE, str(self.run.folder), self.run.config.model_dump_json(), self.run.run_id])
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-    def end(self) -> int:
-        self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(10)
+from streams import GROUP_SIZE, ServerProcess, acting, one_lease, play, pull, run_in, serving, wait_until
 
 
 @pytest.fixture
@@ -93,86 +34,6 @@ def process(run: Run) -> Iterator[ServerProcess]:
     made = ServerProcess(run)
     yield made
     made.kill()
-
-
-def play(lease: Lease, member: int, num_tokens: int = 40, **changes: Any) -> Trajectory:
-    rng = np.random.default_rng([lease.seed, member])
-    mask = (np.arange(num_tokens) >= 10).astype(np.uint8)
-    segment = Segment(
-        rng.integers(0, 250, num_tokens).astype(np.int32),
-        mask,
-        np.where(mask == 1, -rng.random(num_tokens), 0).astype(np.float32),
-        np.zeros(1, np.int32),
-        np.array([lease.admit_version], np.int32),
-        np.array([0, 10], np.int32),
-        ("user", "assistant"),
-        (None, None),
-    )
-    key = TrajectoryKey(lease.lineage, lease.group_id, member, lease.attempt)
-    reward = float(rng.random())
-    made = Trajectory(key, lease.env_id, lease.task_index, lease.seed, lease.purpose, (segment,), reward, "terminated", "terminated")
-    return msgspec.structs.replace(made, **changes)
-
-
-class Actor:
-    """Plays leases in a thread with its own loop until told to stop; ``delay_s`` per member."""
-
-    def __init__(self, run: Run, peer_id: str, *, groups: int = 4, delay_s: float = 0.0) -> None:
-        self.acknowledged: list[TrajectoryKey] = []
-        self.client: ActorClient | None = None
-        self._run, self._peer_id, self._groups, self._delay_s = run, peer_id, groups, delay_s
-        self._pool = ThreadPoolExecutor(1)
-        self._done = self._pool.submit(lambda: asyncio.run(self._act()))
-
-    async def _act(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        async with ActorClient(self._run.endpoint, self._run.run_id, self._peer_id) as self.client, asyncio.TaskGroup() as tasks:
-            self.client.credit(self._groups)
-            while (lease := await self.client.next_lease()) is not None:
-                tasks.create_task(self._play(lease))
-            await self.client.release()
-
-    async def _play(self, lease: Lease) -> None:
-        assert self.client is not None
-        for member in lease.members:
-            await asyncio.sleep(self._delay_s)
-            trajectory = play(lease, member)
-            await self.client.append(trajectory)
-            self.acknowledged.append(trajectory.key)
-        self.client.finish(lease.group_id)
-        self.client.credit(self._groups)
-
-    def call(self, name: str, *arguments: Any) -> None:
-        """Calls a method of the client on its own loop."""
-        assert self.client is not None
-        self._loop.call_soon_threadsafe(getattr(self.client, name), *arguments)
-
-    def stop(self) -> None:
-        if not self._done.done():
-            self.call("stop")
-        self._done.result(20)
-        self._pool.shutdown()
-
-
-@contextlib.contextmanager
-def acting(run: Run, peer_id: str = "actor-0", **options: Any) -> Iterator[Actor]:
-    actor = Actor(run, peer_id, **options)
-    try:
-        yield actor
-    finally:
-        actor.stop()
-
-
-def pull(learner: LearnerClient, version: int) -> Batch:
-    stop = threading.Event()
-    timer = threading.Timer(30, stop.set)
-    timer.start()
-    try:
-        batch = learner.pull(version, lambda reason: None, stop)
-    finally:
-        timer.cancel()
-    assert batch is not None, f"no batch {version} within 30 s"
-    return batch
 
 
 def train(learner: LearnerClient, first: int, last: int) -> dict[int, Batch]:
@@ -190,13 +51,6 @@ def content(batch: Batch) -> Any:
         batch.withheld,
         [(item.key, item.reward, item.segments[0].token_ids.tolist(), item.segments[0].behaviour_logprobs.tolist()) for item in batch.trajectories],
     )
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 15.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.02)
 
 
 # --- the plain course ---------------------------------------------------------------------------------------------------------------
@@ -246,7 +100,7 @@ def test_large_appends_go_out_as_they_lie_and_give_the_same_batches(tmp_path: Pa
 
 
 def test_several_actors_share_the_leases(run: Run) -> None:
-    with serving(run), acting(run, "actor-0", delay_s=0.01) as one, acting(run, "actor-1", delay_s=0.01) as two:
+    with serving(run), acting(run, peer_id="actor-0", delay_s=0.01) as one, acting(run, peer_id="actor-1", delay_s=0.01) as two:
         with LearnerClient(run.endpoint, run.run_id) as learner:
             learner.hello(0)
             train(learner, 1, 8)
@@ -312,13 +166,6 @@ def test_the_supervisor_sees_everybody_and_ends_the_run(run: Run) -> None:
 
 
 # --- refusals -----------------------------------------------------------------------------------------------------------------------
-
-
-async def one_lease(client: ActorClient) -> Lease:
-    client.credit(1)
-    lease = await client.next_lease()
-    assert lease is not None
-    return lease
 
 
 @contextlib.asynccontextmanager
@@ -521,7 +368,11 @@ def test_a_learner_that_resumes_gets_the_recorded_batches_again_in_order(run: Ru
 
 
 def test_a_buffer_killed_mid_stream_loses_nothing_that_was_acknowledged(run: Run, process: ServerProcess) -> None:
-    with acting(run, "actor-0", delay_s=0.002) as one, acting(run, "actor-1", delay_s=0.002) as two, LearnerClient(run.endpoint, run.run_id) as learner:
+    with (
+        acting(run, peer_id="actor-0", delay_s=0.002) as one,
+        acting(run, peer_id="actor-1", delay_s=0.002) as two,
+        LearnerClient(run.endpoint, run.run_id) as learner,
+    ):
         learner.hello(0)
         batches: dict[int, Batch] = {}
         for kill_at in (3, 5, 8):

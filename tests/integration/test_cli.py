@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import socket
 import subprocess
@@ -25,7 +26,7 @@ class Silent(rollstream.ChatEnv):
         return "say something"
 
     def respond(self, message):
-        return rollstream.Turn("thank you", done=True)
+        return rollstream.Turn("thank you", reward=0.5, done=True)
 
 rollstream.register("demo/Silent-v0", Silent, max_turns=2)
 """
@@ -167,6 +168,30 @@ def test_a_folder_that_holds_a_run_is_refused_with_the_three_ways_on(here: Path,
     for way in ("--resume", "name=NEW", "remove"):
         assert way in line
     assert [path for path in sorted(here.rglob("*")) if path.name != ".lock"] == before
+
+
+def test_check_looks_at_the_environment_also_where_the_folder_holds_a_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "mine.py").write_text(ENV_FILE.replace("Silent", "Mine"))
+    chosen = ("quickstart", "warmup=null", "imports=[mine.py]", "env={id: demo/Mine-v0}")
+    create_run(load_config(*chosen[:1], chosen[1:]), resume=False)
+    line = refused(capsys, "check", *chosen)
+    assert line.startswith("error: all is fine but the folder: ")
+    assert "already holds a run; go on with --resume" in line
+    broken = (*chosen[:2], "imports=[wrong.py]", "env={id: demo/Wrong-v0}")
+    (here / "wrong.py").write_text(ENV_FILE.replace("Silent", "Wrong").replace("rollstream.Turn(", "rollstream.Turm("))
+    assert "demo/Wrong-v0: respond raised AttributeError" in refused(capsys, "check", *broken)
+    assert "already holds a run" in refused(capsys, "train", *broken)
+
+
+def test_check_refuses_adapters_whose_library_is_missing_with_the_line_of_the_run(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: None if name == "peft" else find(name, package))
+    line = refused(capsys, "check", "quickstart", "learner.policy={kind: single, lora: {rank: 4}}")
+    assert line.startswith("error: learner.policy.lora needs peft, not installed here: pip install 'rollstream[lora]'")
+    assert refused(capsys, "train", "quickstart", "learner.policy.lora={rank: 4}") == line
+    assert not (here / "runs").exists()
 
 
 def test_a_folder_that_a_live_run_holds_is_refused_with_its_process(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,33 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
+import streams
+from actor_world import world
 from rollstream.buffer.audit import audit
 from rollstream.buffer.client import ActorClient, LearnerClient
 from rollstream.buffer.wire import Lease
 from rollstream.envs.chat import ChatEnv, Message, Turn
 from rollstream.envs.registry import register
 
-
-def _shared(name: str) -> Any:
-    """A module beside this one, loaded once."""
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
-streams, world = _shared("streams"), _shared("actor_world").world
 CLOSES = {"group_deadline_s": 0.8, "min_group": 2}
 
 

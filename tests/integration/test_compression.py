@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -12,18 +11,13 @@ import pyarrow as pa
 import pytest
 from pyarrow import ipc
 
+import streams
 from rollstream.buffer.audit import audit
 from rollstream.buffer.client import ActorClient, LearnerClient
 from rollstream.buffer.columns import SCHEMA_MESSAGE, aligned, decode, encode, frame_checksum, from_frame, to_frame
 from rollstream.buffer.inspect import Filter, Inspector
 from rollstream.buffer.wire import Lease
 from rollstream.errors import Corrupt
-
-_spec = importlib.util.spec_from_file_location("streams", Path(__file__).with_name("streams.py"))
-assert _spec is not None
-assert _spec.loader is not None
-streams: Any = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(streams)
 
 LEASE = Lease(0, 7, 0, 0, "train", "Acme/Calculator-v0", 7, 99, [0, 1], 0)
 CHAT = json.dumps([{"role": "user", "content": "add two and two " * 400}])

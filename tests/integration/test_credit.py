@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import importlib.util
 import threading
 import time
 import weakref
@@ -18,7 +17,8 @@ import pyarrow as pa
 import pytest
 import zmq
 
-from rollstream.buffer import wire
+import streams
+from rollstream.buffer import appends, wire
 from rollstream.buffer.audit import audit
 from rollstream.buffer.client import ActorClient, LearnerClient
 from rollstream.buffer.columns import aligned, decode, encode, frame_checksum, from_frame, rows_of, to_frame
@@ -26,12 +26,6 @@ from rollstream.buffer.types import Trajectory
 from rollstream.configs.run_folder import Run
 from rollstream.configs.schema import Config
 from rollstream.errors import DataRefused, DeadlineExceeded
-
-_spec = importlib.util.spec_from_file_location("streams", Path(__file__).with_name("streams.py"))
-assert _spec is not None
-assert _spec.loader is not None
-streams: Any = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(streams)
 
 LEASE = wire.Lease(0, 7, 0, 0, "train", "Acme/Calculator-v0", 7, 99, [0, 1], 0)
 
@@ -263,3 +257,23 @@ def test_the_buffer_keeps_no_frame_once_its_round_is_committed(run: Run) -> None
         asyncio.run(act())
         assert psutil.Process(process.process.pid).memory_info().rss - held < 4 * MIB
         assert process.end() == 0
+
+
+# --- coalescing -----------------------------------------------------------------------------------------------------------------------
+
+
+def test_trajectories_that_finish_together_go_in_one_append_and_wait_for_nothing_else(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(appends, "_COALESCE_S", 3600.0)  # only what is under way makes the next one wait
+
+    async def act() -> None:
+        async with ActorClient(run.endpoint, run.run_id, "actor-0") as client:
+            for _ in range(2):
+                lease = await streams.one_lease(client)
+                await asyncio.wait_for(asyncio.gather(*(client.append(streams.play(lease, member)) for member in lease.members)), 30)
+                client.finish(lease.group_id)
+
+    with streams.serving(run), LearnerClient(run.endpoint, run.run_id) as learner:
+        learner.hello(0)
+        asyncio.run(act())
+        counters = learner.status().counters
+        assert (counters["appends"], counters["trajectories_stored"]) == (2, 2 * streams.GROUP_SIZE)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import importlib.util
 import json
 import shutil
 import signal
@@ -21,18 +20,13 @@ from typing import Any
 import msgspec
 import pytest
 
+import streams
 from rollstream.buffer.audit import audit
 from rollstream.buffer.client import ActorClient, LearnerClient, SupervisorClient
 from rollstream.buffer.curve import ClientKeys, buffer_keys, client_keys, prepare_keys
 from rollstream.buffer.server import serve
 from rollstream.configs.run_folder import Run
 from rollstream.errors import ConfigError, Refused
-
-_spec = importlib.util.spec_from_file_location("streams", Path(__file__).with_name("streams.py"))
-assert _spec is not None
-assert _spec.loader is not None
-streams: Any = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(streams)
 
 
 def far_run(folder: Path, host: str = "0.0.0.0") -> Run:

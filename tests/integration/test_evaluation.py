@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -97,3 +98,12 @@ def test_versions_are_scored_exactly_while_training_goes_on_and_a_checkpoint_sco
     again = json.loads(scored.stdout)
     for name in ("eval/reward_mean", "eval/success", "eval/pass_at_2", "eval/sequence_tokens_mean"):
         assert again[name] == pytest.approx(told[done[-2]][name], abs=1e-6), "the same tasks, the same random numbers, the same weights"
+
+    database = sqlite3.connect(run / "ledger.sqlite")
+    with database:
+        database.execute("UPDATE evaluation_members SET success = 0.5 WHERE member = 1")
+        database.execute("UPDATE evaluation_groups SET seed = seed + 1")
+    database.close()
+    problems = " | ".join(audit(run).problems)
+    assert "evaluation group 0 member 1 has success 0.5, its rows say " in problems
+    assert "evaluation group 0 has seed " in problems

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import copy
 import functools
-import importlib.util
 import itertools
 import json
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+import slow_advantages
+import slow_losses as slow
 from rollstream import models
 from rollstream.buffer.types import Batch, Segment, Trajectory, TrajectoryKey
 from rollstream.configs.checks import check_config
@@ -35,32 +34,14 @@ from rollstream.learner.step import Stepper, Work
 from rollstream.learner.updates import split
 from rollstream.learner.value import ValueHead
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 GROUPS, MEMBERS, VERSION, TEMPERATURE = 3, 3, 5, 0.8
 AGGREGATIONS = ["token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_fixed", "traj_mean_token_mean", "group_mean_token_mean", "fixed"]
 PER_TRAJECTORY = ["mean", "grpo", "rloo", "opo", "batch_std", "none"]
 LEVELS, MODES = ["token", "sequence", "geometric", "min", "max"], ["truncate", "clip", "mask", "reject"]
 ANCHORS, KLS = ["prox", "mu", "cur"], ["k1", "k2", "k3", "abs"]
 CARRY_MU = ["minirl", "dppo_tv", "dppo_kl", "m2po", "topr"]
-
-
-def beside(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[1] / "property" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-slow, slow_advantages = beside("slow_losses"), beside("slow_advantages")
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -18,6 +15,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import rank_nursery
+import ranked
+import recorded_run
 from rollstream.buffer.deal import costs, deal
 from rollstream.buffer.header import header_of
 from rollstream.buffer.recorded import Recorded
@@ -27,18 +27,6 @@ from rollstream.configs.loader import load_run
 from rollstream.learner.loop import learn_from
 from rollstream.learner.meeting import join
 from rollstream.learner.ranks import Ranks
-
-
-def beside(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-rank_nursery, ranked, recorded_run = beside("rank_nursery"), beside("test_ranks"), beside("recorded_run")
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
@@ -83,17 +71,13 @@ def main(job: str, folder: Path, rank: int, num: int) -> None:
         if version == kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    try:
-        run = load_run(folder)
-        several = isinstance(run.config.learner.policy, FsdpPolicy)
-        ranks = join(folder / "meeting", rank, num, device="cpu", timeout_s=60) if several else Ranks()
-        source = Stream(folder.parents[1] / "stream" / folder.name, ranks, before)
-        learn_from(run, source, threading.Event(), ranks)
-        (folder / f"digests-{rank}.json").write_text(json.dumps(source.digests))
-        ranks.close()
-    except Exception as error:  # noqa: BLE001 - told to the test
-        sys.stderr.write(f"{type(error).__name__}: {error}\n")
-        os._exit(1)
+    run = load_run(folder)
+    several = isinstance(run.config.learner.policy, FsdpPolicy)
+    ranks = join(folder / "meeting", rank, num, device="cpu", timeout_s=60) if several else Ranks()
+    source = Stream(folder.parents[1] / "stream" / folder.name, ranks, before)
+    learn_from(run, source, threading.Event(), ranks)
+    (folder / f"digests-{rank}.json").write_text(json.dumps(source.digests))
+    ranks.close()
 
 
 @pytest.fixture(scope="module")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+import recorded_run
 from rollstream import cli
 from rollstream.buffer.audit import audit
 from rollstream.buffer.ledger import Ledger
@@ -24,19 +23,6 @@ from rollstream.forks import check_length, make_way, plan_fork
 from rollstream.learner.loop import learn_from
 from rollstream.summary import audit_lines
 from rollstream.tail import MetricsTail, last_version
-
-
-def beside(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(f"forks_{name}", Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-recorded_run = beside("recorded_run")
 
 
 def train(run: Run) -> list[str]:

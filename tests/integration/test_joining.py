@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -22,43 +20,19 @@ from rollstream.buffer.curve import client_keys
 from rollstream.buffer.wire import PeerStatus
 from rollstream.configs.loader import load_run
 from rollstream.errors import Refused
+from streams import free_port
+from whole_runs import FOR_EVER, SMALL, PatientJob
 
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(600)]
 
-HERE = Path(__file__).parent
 SCRIPTED = "actors.sampler={kind: scripted, token_delay_s: 0.004}"
-
-
-def supervisor_tests() -> Any:
-    spec = importlib.util.spec_from_file_location("joining_supervisor", HERE / "test_supervisor.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-
-    class Patient(module.Job):
-        """A run among many processes: it may take its time on a busy machine."""
-
-        def wait_for(self, condition: Callable[[], Any], what: str, timeout_s: float = 200.0) -> Any:
-            return super().wait_for(condition, what, timeout_s)
-
-    module.Job = Patient
-    return module
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A run that other machines could take part in: TCP with keys, weights in files."""
-    module = supervisor_tests()
     folder = tmp_path_factory.mktemp("live")
-    job = module.Job(folder, module.FOR_EVER, SCRIPTED, "weights.channel=files", f"buffer.endpoint=tcp://0.0.0.0:{free_port()}")
+    job = PatientJob(folder, FOR_EVER, SCRIPTED, "weights.channel=files", f"buffer.endpoint=tcp://0.0.0.0:{free_port()}")
     job.wait_for_version(2)
     yield job
     job.finish()
@@ -185,8 +159,7 @@ def test_a_run_that_is_stopped_from_elsewhere_ends_in_order_and_with_it_the_acto
 
 
 def test_roles_started_by_hand_in_shells_of_their_own_make_a_whole_run(call: Callable[..., Any], tmp_path: Path) -> None:
-    small = supervisor_tests().SMALL
-    prepared = call("prepare", "quickstart", *small, "learner.versions=4", "name=hand", SCRIPTED)
+    prepared = call("prepare", "quickstart", *SMALL, "learner.versions=4", "name=hand", SCRIPTED)
     out, err = prepared.communicate(timeout=120)
     assert (prepared.returncode, out) == (0, "runs/hand\n"), err
     folder = tmp_path / "runs" / "hand"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
@@ -29,15 +29,9 @@ from rollstream.learner.policy import Policy
 from rollstream.learner.step import Gradients, Stepper, Work
 from rollstream.learner.updates import split, train_batch
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 GROUPS, MEMBERS = 4, 3
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def config_of(*overrides: str) -> Config:

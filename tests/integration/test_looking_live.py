@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import subprocess
 import sys
@@ -18,24 +17,14 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+import recorded_run
+import streams
 from rollstream import cli
 from rollstream.buffer.inspect import Filter, Inspector
 from rollstream.buffer.types import Trajectory
 from rollstream.buffer.wire import Lease
 from rollstream.configs.run_folder import Run
 
-
-def beside(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(f"live_{name}", Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-recorded_run, streams = beside("recorded_run"), beside("streams")
 PADDING = 240_000  # bytes of a trajectory's messages, so that every batch fills a segment of a megabyte
 PLAY_S = 0.1
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 import threading
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -17,6 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import recorded_run
+from families import folder_of
 from rollstream import models
 from rollstream.buffer.ledger import Ledger
 from rollstream.configs.checks import check_config
@@ -35,28 +34,10 @@ from rollstream.learner.replay import replay
 from rollstream.learner.scorer import scored_checkpoint
 from rollstream.pretrained import export
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 ADAPTERS = "learner.policy.lora={rank: 4, alpha: 8}"
 IDS = torch.arange(40, 60)[None]
-
-
-def beside(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-recorded_run = beside("recorded_run")
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def train(folder: Path, *overrides: str, versions: int = 4, until: int = 99) -> Run:
@@ -254,7 +235,7 @@ def test_adapters_get_the_gradient_of_the_merged_weights(tmp_path: Path, setting
 
 @pytest.mark.parametrize("family", ["Qwen2.5", "Qwen3-MoE", "Llama", "Gemma 3, sliding windows", "DeepSeek-V3, latent attention and experts"])
 def test_merged_weights_of_every_architecture_go_out_under_the_names_a_sampler_holds(family: str, tmp_path: Path) -> None:
-    folder = beside("test_architectures").folder_of(family, tmp_path / "model")
+    folder = folder_of(family, tmp_path / "model")
     model = models.load_policy(folder)
     policy = Policy(model)
     lora.add_adapters(model, Lora(rank=2, alpha=8.0))

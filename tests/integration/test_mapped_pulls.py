@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+import streams
 from rollstream.buffer.client import ActorClient, LearnerClient
 from rollstream.buffer.columns import SCHEMA_MESSAGE
+from rollstream.buffer.log_files import RunFiles
 from rollstream.buffer.types import Batch, Trajectory
 from rollstream.errors import Refused
-
-_spec = importlib.util.spec_from_file_location("mapped_streams", Path(__file__).with_name("streams.py"))
-assert _spec is not None
-assert _spec.loader is not None
-streams: Any = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(streams)
 
 
 async def _play_together(run: Any) -> None:
@@ -45,7 +40,9 @@ def _content(batch: Batch) -> Any:
 
 
 def _pulled(run: Any, folder: Path | None, *, rank: int = 0, ranks: int = 1, version: int = 1) -> Any:
-    with LearnerClient(run.endpoint, run.run_id, f"learner-{rank}", rank=rank, ranks=ranks, log_folder=folder) as learner:
+    with LearnerClient(
+        run.endpoint, run.run_id, f"learner-{rank}", rank=rank, ranks=ranks, files=None if folder is None else RunFiles(folder, run.blobs_folder)
+    ) as learner:
         learner.hello(None)
         return _content(streams.pull(learner, version))
 

@@ -18,14 +18,10 @@ import torch.distributed
 from rollstream.errors import ConfigError, DeadlineExceeded, RankFailed
 from rollstream.learner.meeting import join
 from rollstream.learner.ranks import naming_the_lost
+from streams import free_port
 
 distributed: Any = torch.distributed
 NOWHERE = Path("/nonexistent")
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return int(found.getsockname()[1])
 
 
 def own_address() -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -32,6 +31,8 @@ from rollstream.learner.optimizer import adamw, clip, learning_rate
 from rollstream.learner.policy import Policy
 from rollstream.learner.step import Stepper
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SHAPE: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 8, "max_position_embeddings": 64, "initializer_range": 0.3, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1,
@@ -44,14 +45,6 @@ MODELS: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
     "granite, which scales its logits": (GraniteForCausalLM, GraniteConfig, {"logits_scaling": 3.0}),
 }
 GROUPS, MEMBERS = 4, 4
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def build(name: str) -> Any:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import shutil
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -22,13 +19,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from rollstream.buffer.deal import costs, deal
-from rollstream.buffer.header import header_of
-from rollstream.buffer.types import Batch, Segment, Trajectory, TrajectoryKey
-from rollstream.buffer.wire import StatusReply, Welcome
+import rank_nursery
+from ranked import PLAIN, VALUED, VERSIONS, Source, batch, caught, config, followed, rows
+from rollstream.buffer.types import Batch, Trajectory
 from rollstream.configs.learner_schema import FsdpPolicy
 from rollstream.configs.run_folder import Run
-from rollstream.configs.schema import Config
 from rollstream.errors import Corrupt, DataRefused, DeadlineExceeded, RankFailed, RoleFailed
 from rollstream.learner.fsdp import ShardedPolicy
 from rollstream.learner.intake import take
@@ -44,23 +39,11 @@ from rollstream.models import load_policy
 pytestmark = pytest.mark.timeout(400)
 
 
-def beside(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-rank_nursery = beside("rank_nursery")
-
-VERSIONS, EVERY, KILLED_AT, GROUPS, MEMBERS = 6, 2, 4, 3, 4
+KILLED_AT = 4
 SHAPE: dict[str, Any] = {
     "vocab_size": 200, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
     "tie_word_embeddings": True, "initializer_range": 0.2,
 }  # fmt: skip
-PLAIN = {"kind": "dppo_tv", "old": "mu", "delta": 0.2, "is_cap": 5.0, "mu_sq_coef": 0.001, "agg": "group_mean_token_mean", "entropy_coef": 0.01}
 TIS = {"level": "token", "mode": "truncate", "high": 2.0}
 MASKED = {"level": "sequence", "mode": "mask", "low": 0.2, "high": 5.0}
 BATCH_STD = {"mode": "batch_std", "std_over": "live"}
@@ -79,52 +62,6 @@ CASES: dict[str, dict[str, Any]] = {
     "means over sequences": {"dtype": "float64", "budget": 40, "loss": {"kind": "gspo", "agg": "seq_mean_token_mean"}, "advantage": BATCH_STD},
     "bfloat16": {"dtype": "float32", "budget": 40, "policy": {"compute_dtype": "bfloat16"}},
 }  # fmt: skip
-
-
-VALUED: dict[str, Any] = {
-    "versions": 2, "advantage": {"mode": "gae", "lam": 0.9, "whiten": True}, "value": {"warmup_versions": 1}, "updates": {"mini_batches": 2},
-    "loss": {"kind": "ppo", "old": "prox", "kl": "k1", "kl_coef": 0.01, "kl_in": "reward"}, "tokens_per_micro_batch": 60,
-}  # fmt: skip
-"""Everything that is scored before the first update: values, a reference, proximal log-probabilities of two updates."""
-
-
-def trajectory(version: int, group: int, member: int) -> Trajectory:
-    rng = np.random.default_rng([version, group, member])
-    segments: list[Segment] = []
-    for _ in range(1 + int(rng.integers(2))):
-        length = int(rng.integers(6, 30))
-        mask = (rng.random(length) < 0.5).astype(np.uint8)
-        mask[0], mask[-1] = 0, 1
-        segments.append(
-            Segment(
-                token_ids=rng.integers(0, 200, length).astype(np.int32), loss_mask=mask,
-                behaviour_logprobs=np.where(mask, rng.normal(-5.5, 0.3, length), 0.0).astype(np.float32),
-                version_starts=np.zeros(1, np.int32), version_values=np.array([max(version - 2, 0)], np.int32),
-                turn_starts=np.zeros(1, np.int32), turn_roles=("assistant",), turn_rewards=(None,),
-            )
-        )  # fmt: skip
-    return Trajectory(TrajectoryKey(0, group, member, 0), "env", 0, 0, "train", tuple(segments), float(rng.random()), "terminated", "terminated")
-
-
-def batch(version: int, rank: int = 0, ranks: int = 1) -> Batch:
-    """The recorded batch as the buffer gives it to a rank."""
-    groups = tuple(range(version * GROUPS, version * GROUPS + GROUPS))
-    whole = Batch(0, version, groups, tuple(trajectory(version, group, member) for group in groups for member in range(MEMBERS)))
-    header = header_of(whole)
-    mine = deal(costs(header, whole.withheld, config().learner.advantage, "keep"), ranks)[rank]
-    return msgspec.structs.replace(whole, header=header, trajectories=tuple(whole.trajectories[index] for index in mine))
-
-
-def config(**learner: Any) -> Config:
-    return Config.model_validate({
-        "name": "ranks", "seed": 3, "env": {"id": "rollstream/KeyValue-v0"},
-        "model": {"kind": "tiny", "num_layers": 1, "hidden_size": 32, "num_heads": 2, "num_kv_heads": 1},
-        "learner": {
-            "versions": VERSIONS, "batch_groups": GROUPS, "group_size": MEMBERS, "loss": PLAIN, "advantage": {"mode": "grpo"},
-            "optimizer": {"learning_rate": 0.003, "weight_decay": 0.01}, "checkpoint": {"every": EVERY, "keep_last": 9}, "alarms": {"ess_stop": 0.0},
-            **learner,
-        },
-    })  # fmt: skip
 
 
 def stepper_of(case: dict[str, Any], ranks: Ranks) -> tuple[Any, Stepper]:
@@ -153,34 +90,6 @@ def gradients(case: dict[str, Any], ranks: Ranks) -> tuple[torch.Tensor, dict[st
     return torch.cat([gradient.flatten().double() for gradient in whole]), found.metrics
 
 
-class Source:
-    """Recorded batches in the place of the buffer, for one rank; ``before`` hears of each pull."""
-
-    def __init__(self, ranks: Ranks, before: Callable[[int], None] = lambda version: None) -> None:
-        self.ranks, self.before, self.told, self.digests = ranks, before, list[str](), dict[int, str]()
-
-    def hello(self, version: int | None, lineage: int | None) -> Welcome:
-        return Welcome(0, version or 0)
-
-    def pull(self, version: int, on_wait: Callable[[str], None], stop: threading.Event) -> Batch | None:
-        on_wait("nothing")
-        self.before(version)
-        return None if stop.is_set() else batch(version, self.ranks.rank, self.ranks.num)
-
-    def trained(self, version: int) -> None:
-        self.told.append(f"trained {version}")
-
-    def published(self, version: int, digest: str) -> str:
-        self.digests[version] = digest
-        return ""
-
-    def sync(self) -> None:
-        self.told.append("sync")
-
-    def status(self) -> StatusReply:
-        return StatusReply(0, 0, {}, {}, [], "")
-
-
 def run_in(folder: Path, num: int, **learner: Any) -> Run:
     folder.mkdir(parents=True, exist_ok=True)
     policy = {"kind": "fsdp", "ranks": num} if num else {}
@@ -188,13 +97,6 @@ def run_in(folder: Path, num: int, **learner: Any) -> Run:
 
 
 # --- what runs in the rank processes ------------------------------------------------------------------------------------------------
-
-
-def caught(call: Callable[[], object]) -> str:
-    try:
-        return f"none: {call()}"
-    except Exception as error:  # noqa: BLE001 - told to the test
-        return f"{type(error).__name__}: {error}"
 
 
 def pulls(ranks: Ranks, pull: Callable[[int], Batch | None]) -> tuple[str, int]:
@@ -293,16 +195,12 @@ def main(job: str, folder: Path, rank: int, num: int) -> None:
     torch.set_num_threads(1)
     meeting = folder / "meeting"
     ranks = join(meeting, rank, num, device="cpu", timeout_s=60)
-    try:
-        with naming_the_lost(ranks):
-            if job == "bundle":
-                bundle(folder, ranks)
-            else:
-                train(folder / "run", ranks, int(job))
-        ranks.close()
-    except Exception as error:  # noqa: BLE001 - told to the test
-        sys.stderr.write(f"{type(error).__name__}: {error}\n")
-        os._exit(1)
+    with naming_the_lost(ranks):
+        if job == "bundle":
+            bundle(folder, ranks)
+        else:
+            train(folder / "run", ranks, int(job))
+    ranks.close()
 
 
 # --- the tests ----------------------------------------------------------------------------------------------------------------------
@@ -371,17 +269,8 @@ def test_data_that_one_rank_refuses_in_mid_step_stop_all_of_them_by_name_and_lea
     assert json.loads((bundled / "refusal-1.json").read_text()) == [f"DataRefused: {message}", False]
 
 
-def rows(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 def weights(folder: Path, version: int) -> dict[str, torch.Tensor]:
     return load_file(folder / "checkpoints" / f"v{version:06d}" / "model" / "model.safetensors")
-
-
-def followed(folder: Path) -> list[dict[str, Any]]:
-    """What follows from the data alone."""
-    return [{name: value for name, value in row.items() if name.startswith(("train/", "loss/", "optim/", "value/"))} for row in rows(folder)]
 
 
 def test_a_run_of_two_ranks_is_that_of_one_process_within_noise_and_only_rank_0_speaks(bundled: Path, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import os
 import signal
@@ -19,6 +18,7 @@ import psutil
 import pytest
 
 from rollstream.buffer.audit import audit
+from whole_runs import PatientJob
 
 pytest.importorskip("ray", reason="needs ray: pip install 'rollstream[ray]'")
 
@@ -41,28 +41,6 @@ class Lacking:
 sys.meta_path.insert(0, Lacking())
 """
 """A Python in which the package is not installed."""
-
-
-def supervisor_tests() -> Any:
-    module: Any
-    spec = importlib.util.spec_from_file_location("ray_supervisor", HERE / "test_supervisor.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-
-    class Patient(module.Job):
-        """A run among many processes: it may take its time on a busy machine."""
-
-        def wait_for(self, condition: Callable[[], Any], what: str, timeout_s: float = 200.0) -> Any:
-            return super().wait_for(condition, what, timeout_s)
-
-        def end(self, timeout_s: float = 200.0) -> tuple[int, str, str]:
-            return super().end(timeout_s)
-
-    module.Job = Patient
-    return module
 
 
 class Cluster:
@@ -124,7 +102,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Any]]:
     jobs: list[Any] = []
 
     def start_job(*arguments: str) -> Any:
-        jobs.append(supervisor_tests().Job(tmp_path, *arguments))
+        jobs.append(PatientJob(tmp_path, *arguments))
         return jobs[-1]
 
     yield start_job

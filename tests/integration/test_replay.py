@@ -2,34 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
-import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+import recorded_run
 from rollstream import cli
 from rollstream.buffer.ledger import Ledger
 from rollstream.buffer.sealed import seal, sealed_path
 from rollstream.configs.run_folder import Run
 from rollstream.learner.loop import learn_from
-
-
-def beside(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(f"replay_{name}", Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-recorded_run = beside("recorded_run")
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +96,9 @@ def test_what_if_scores_the_same_batch_under_another_loss_and_keeps_nothing(caps
     code, out, err = replayed(capsys, run, "--version", "5", *asked)
     assert (code, err) == (0, "")
     assert "what if learner.loss.kind=gspo, learner.loss.agg=seq_mean_token_mean" in out
+    assert "loss/total" in out
+    assert "train/reward_mean" not in out, "only what differs is listed"
+    assert out.splitlines()[-1].endswith(" other figures are the same")
     found = json.loads(replayed(capsys, run, "--version", "5", *asked, "--json")[1])
     figures = found["figures"]
     assert figures["loss/total"]["recorded"] != figures["loss/total"]["what_if"]

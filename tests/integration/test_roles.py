@@ -144,7 +144,7 @@ def test_a_role_that_dies_before_it_can_record_anything_is_told_by_the_last_line
     process.start()
     found = wait_for_death(process)
     assert found.returncode == 2
-    assert found.message.startswith("exit code 2: error: ")
+    assert found.message.startswith(f"{run.config_path}: not valid YAML"), "what it said, without the words around it"
 
 
 def test_an_id_that_is_no_file_name_is_refused(run: Run) -> None:

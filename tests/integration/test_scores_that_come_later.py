@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+import streams
 from rollstream.buffer.amendments import REWARD, WHOLE, Amendment
 from rollstream.buffer.audit import audit
 from rollstream.buffer.client import ActorClient, LearnerClient, ScorerClient
@@ -21,19 +19,6 @@ from rollstream.configs.run_folder import Run
 from rollstream.errors import DataRefused, Refused
 
 pytestmark = pytest.mark.timeout(120)
-
-
-def _streams() -> Any:
-    spec = importlib.util.spec_from_file_location("streams_of_scores", Path(__file__).with_name("streams.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-streams = _streams()
 
 
 def judged(group_id: int, member: int) -> float:

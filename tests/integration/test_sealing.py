@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,20 +15,17 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
+import streams
 from rollstream.buffer.audit import audit
 from rollstream.buffer.client import LearnerClient
 from rollstream.buffer.inspect import Filter, Inspector
+from rollstream.buffer.log_files import local_files
 from rollstream.buffer.types import Batch, Trajectory
 from rollstream.buffer.wire import Lease
 from rollstream.configs.run_folder import Run
 from rollstream.errors import ConfigError, Refused
 from rollstream.summary import audit_lines
 
-_spec = importlib.util.spec_from_file_location("streams", Path(__file__).with_name("streams.py"))
-assert _spec is not None
-assert _spec.loader is not None
-streams: Any = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(streams)
 checkpoint = streams.checkpoint
 
 GROUP_SIZE = streams.GROUP_SIZE
@@ -114,7 +110,7 @@ def files(run: Run, suffix: str) -> list[int]:
 
 def test_trained_segments_become_parquet_while_the_run_goes_on_and_their_batches_are_served_again_the_same(tmp_path: Path) -> None:
     run = run_in(tmp_path)
-    with Server(run), acting(run), LearnerClient(run.endpoint, run.run_id, silent_s=60, log_folder=run.stream_folder) as learner:
+    with Server(run), acting(run), LearnerClient(run.endpoint, run.run_id, silent_s=60, files=local_files(run)) as learner:
         learner.hello(0)
         batches = train(learner, 1, 4)
         assert files(run, ".parquet") == [], "nothing is sealed before a sync covered it"
@@ -139,7 +135,7 @@ def test_trained_segments_become_parquet_while_the_run_goes_on_and_their_batches
 
 def test_a_damaged_sealed_segment_is_found_by_the_audit_and_refused_at_a_redo(tmp_path: Path) -> None:
     run = run_in(tmp_path)
-    with Server(run), acting(run), LearnerClient(run.endpoint, run.run_id, silent_s=60, log_folder=run.stream_folder) as learner:
+    with Server(run), acting(run), LearnerClient(run.endpoint, run.run_id, silent_s=60, files=local_files(run)) as learner:
         learner.hello(0)
         train(learner, 1, 3)
         learner.sync()
@@ -158,7 +154,7 @@ MOMENTS = ["copy half written", "copy not renamed", "copy renamed, not recorded"
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_kill_while_sealing_leaves_exactly_one_good_copy(tmp_path: Path, moment: str) -> None:
     run = run_in(tmp_path)
-    with contextlib.ExitStack() as servers, acting(run), LearnerClient(run.endpoint, run.run_id, silent_s=60, log_folder=run.stream_folder) as learner:
+    with contextlib.ExitStack() as servers, acting(run), LearnerClient(run.endpoint, run.run_id, silent_s=60, files=local_files(run)) as learner:
         first = servers.enter_context(Server(run))
         learner.hello(0)
         batches = train(learner, 1, 2)
@@ -179,7 +175,7 @@ def test_a_kill_while_sealing_leaves_exactly_one_good_copy(tmp_path: Path, momen
 
 def test_retention_removes_the_oldest_rows_that_no_checkpoint_can_need_and_the_audit_says_so(tmp_path: Path) -> None:
     run = run_in(tmp_path, keep_gb=0.0005)
-    with contextlib.ExitStack() as servers, acting(run), LearnerClient(run.endpoint, run.run_id, silent_s=60, log_folder=run.stream_folder) as learner:
+    with contextlib.ExitStack() as servers, acting(run), LearnerClient(run.endpoint, run.run_id, silent_s=60, files=local_files(run)) as learner:
         server = servers.enter_context(Server(run, "removal recorded, file there"))
         learner.hello(0)
         checkpoint(run, learner, 0)
@@ -213,18 +209,6 @@ def test_retention_removes_the_oldest_rows_that_no_checkpoint_can_need_and_the_a
     assert f"{report.num_removed} trajectories removed by retention" in "\n".join(audit_lines(report))
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of sixteen megabytes."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(folder)], capture_output=True, text=True)
-    if mount.returncode:
-        pytest.skip(f"a full disk needs the right to mount a tmpfs: {mount.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
 def fill(path: Path) -> None:
     with path.open("wb", buffering=0) as file, contextlib.suppress(OSError):
         while True:
@@ -239,7 +223,7 @@ def test_a_full_disk_holds_the_actors_loses_nothing_and_the_run_goes_on_once_the
     run = run_in(small_disk / "run", depth=1)
     run.folder.mkdir()
     ballast = small_disk / "ballast"
-    with contextlib.ExitStack() as servers, acting(run) as actor, LearnerClient(run.endpoint, run.run_id, silent_s=60, log_folder=run.stream_folder) as learner:
+    with contextlib.ExitStack() as servers, acting(run) as actor, LearnerClient(run.endpoint, run.run_id, silent_s=60, files=local_files(run)) as learner:
         server = servers.enter_context(Server(run))
         learner.hello(0)
         train(learner, 1, 2)

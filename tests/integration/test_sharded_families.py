@@ -2,37 +2,24 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
-import sys
 import threading
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+import families
+import rank_nursery
+import ranked
 from rollstream import models
 from rollstream.configs.run_folder import Run
 from rollstream.configs.schema import Config
 from rollstream.learner.loop import learn_from
 from rollstream.learner.meeting import join
 from rollstream.learner.ranks import Ranks, naming_the_lost
-
-
-def beside(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-rank_nursery, architectures, ranked = beside("rank_nursery"), beside("test_architectures"), beside("test_ranks")
 
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -64,15 +51,11 @@ def train(folder: Path, family: str, case: str, num: int, ranks: Ranks) -> None:
 
 def main(job: str, folder: Path, rank: int, num: int) -> None:
     torch.set_num_threads(1)
-    try:
-        ranks = join(folder / f"meeting-{job}", rank, num, device="cpu", timeout_s=60)
-        with naming_the_lost(ranks):
-            for case in CASES:
-                train(folder, job, case, num, ranks)
-        ranks.close()
-    except Exception as error:  # noqa: BLE001 - told to the test
-        sys.stderr.write(f"{type(error).__name__}: {error}\n")
-        os._exit(1)
+    ranks = join(folder / f"meeting-{job}", rank, num, device="cpu", timeout_s=60)
+    with naming_the_lost(ranks):
+        for case in CASES:
+            train(folder, job, case, num, ranks)
+    ranks.close()
 
 
 @pytest.fixture(scope="module")
@@ -90,8 +73,8 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_ranks_train_every_family_as_one_process_does(nurse: Any, tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(1)
-    monkeypatch.setitem(architectures.SHAPE, "vocab_size", 264)
-    architectures.folder_of(family, tmp_path / family)
+    monkeypatch.setitem(families.SHAPE, "vocab_size", 264)
+    families.folder_of(family, tmp_path / family)
     models.build_tiny_tokenizer(64).save_pretrained(tmp_path / family)
     codes, errors = nurse.run(family, tmp_path, 2)
     assert codes == [0, 0], "\n".join(errors)

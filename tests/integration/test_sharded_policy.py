@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import resource
 import shutil
 import signal
-import sys
 import threading
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,6 +16,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+import families
+import rank_nursery
+import ranked
 from rollstream import models
 from rollstream.configs.learner_schema import FsdpPolicy
 from rollstream.configs.run_folder import ForkPoint, Run
@@ -33,18 +33,6 @@ from rollstream.learner.ranks import Ranks, naming_the_lost
 from rollstream.learner.start import load
 from rollstream.learner.step import Stepper
 from rollstream.pretrained import export
-
-
-def beside(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-rank_nursery, architectures, ranked = beside("rank_nursery"), beside("test_architectures"), beside("test_ranks")
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
@@ -165,15 +153,11 @@ def job_three(folder: Path, ranks: Ranks) -> dict[str, Any]:
 
 def main(job: str, folder: Path, rank: int, num: int) -> None:
     torch.set_num_threads(1)
-    try:
-        ranks = join(folder / f"meeting-{num}", rank, num, device="cpu", timeout_s=60)
-        with naming_the_lost(ranks):
-            found = {"two": job_two, "three": job_three}[job](folder, ranks)
-            (folder / f"{job}-{rank}.json").write_text(json.dumps(found))
-        ranks.close()
-    except Exception as error:  # noqa: BLE001 - told to the test
-        sys.stderr.write(f"{type(error).__name__}: {error}\n")
-        os._exit(1)
+    ranks = join(folder / f"meeting-{num}", rank, num, device="cpu", timeout_s=60)
+    with naming_the_lost(ranks):
+        found = {"two": job_two, "three": job_three}[job](folder, ranks)
+        (folder / f"{job}-{rank}.json").write_text(json.dumps(found))
+    ranks.close()
 
 
 # --- the tests ----------------------------------------------------------------------------------------------------------------------
@@ -202,7 +186,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     nurse = rank_nursery.Nursery(__file__, MALLOC_MMAP_THRESHOLD_="65536")  # what is freed goes back at once, so that memory can be measured
     made = tmp_path_factory.mktemp("sharded")
     for family in {*BOTH, *THREE}:
-        architectures.folder_of(family, made / "plain" / family)
+        families.folder_of(family, made / "plain" / family)
         save_in_parts(models.load_policy(made / "plain" / family), made / family, "20KB")
     assert len(list((made / "Llama").glob("model-*.safetensors"))) > 1
     damage(made, made / "plain/Llama")

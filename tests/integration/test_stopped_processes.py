@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+import streams
 from rollstream.buffer.client import ActorClient, LearnerClient
-
-_spec = importlib.util.spec_from_file_location("streams", Path(__file__).with_name("streams.py"))
-assert _spec is not None
-assert _spec.loader is not None
-streams: Any = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(streams)
 
 WAITS = """
 import sys, threading

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +25,10 @@ from rollstream.learner.start import start
 from rollstream.learner.tokens import Tokens
 from rollstream.learner.value import value_loss
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 GROUPS, MEMBERS = 4, 2
 TINY = "model={kind: tiny, num_layers: 1, hidden_size: 32, num_heads: 2, num_kv_heads: 1}"
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def trajectory(version: int, group: int, member: int) -> Trajectory:

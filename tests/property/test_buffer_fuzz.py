@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,16 +15,10 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from framed import RUN_ID, Buffer
 from rollstream.buffer import wire
 from rollstream.buffer.columns import encode, frame_checksum, from_frame, to_frame
 from rollstream.buffer.types import Segment, Trajectory, TrajectoryKey
-
-_spec = importlib.util.spec_from_file_location("framed", Path(__file__).parents[1] / "unit" / "framed.py")
-assert _spec is not None
-assert _spec.loader is not None
-framed: Any = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(framed)
-Buffer, RUN_ID, ROUTE = framed.Buffer, framed.RUN_ID, framed.ROUTE
 
 
 @pytest.fixture(scope="module")

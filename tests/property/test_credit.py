@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from dataclasses import replace
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
+import slow_advantages as slow
 from rollstream.buffer.types import Batch, Segment, Trajectory, TrajectoryKey
 from rollstream.configs.learner_schema import Advantage, Loss, Overlong
 from rollstream.errors import DataRefused
@@ -20,17 +18,6 @@ from rollstream.learner.collate import NO_TURNS, Flat, flatten, pack
 from rollstream.learner.credit import Scored, assign, needs_credit
 from rollstream.learner.plan import Plan, plan
 
-
-def beside(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-slow = beside("slow_advantages")
 VERSION = 7
 
 

@@ -1,25 +1,15 @@
 """Random batches through the functions that training uses, against the algorithms page in plain loops (slow_losses.py, slow_advantages.py)."""
 
-import importlib.util
 import random
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import slow_advantages
+import slow_losses as slow
 from rollstream.learner.golden import check_case
 from rollstream.learner.losses import loss_names
-
-
-def beside(name):
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-slow, slow_advantages = beside("slow_losses"), beside("slow_advantages")
 
 LOSSES = ["pg", "is", "ppo", "cispo", "gspo", "gspo_token", "gmpo", "sapo", "spo", "topr", "dro", "dro_seq", "minirl", "dppo_tv", "dppo_kl", "m2po"]
 AGGREGATIONS = ["token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_fixed", "traj_mean_token_mean", "group_mean_token_mean", "fixed"]

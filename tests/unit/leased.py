@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rollstream.buffer.books import Books
+from rollstream.buffer.evaluations import Evaluations
 from rollstream.buffer.facts import Fact
 from rollstream.buffer.window import Rules
 from rollstream.buffer.wire import Lease
@@ -52,7 +53,7 @@ def failed(lease: Lease, member: int, reason: str = "infra") -> Fact:
     return played(lease, member, reward=None, status="failed", stop_reason=reason)
 
 
-def grant(books: Books, now: float = 0.0, peer_id: str = "actor-0") -> Lease:
+def grant(books: Books | Evaluations, now: float = 0.0, peer_id: str = "actor-0") -> Lease:
     lease = books.grant(peer_id, now)
     assert lease is not None
     return lease

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,16 +10,11 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
+import amended
 from rollstream.buffer.amendment_files import seal_files, sealed_files
 from rollstream.buffer.amendments import AMENDMENTS, Amendment
 from rollstream.buffer.sealed import SealedFile
 from rollstream.errors import Refused
-
-_spec = importlib.util.spec_from_file_location("amended", Path(__file__).with_name("amended.py"))
-assert _spec is not None
-assert _spec.loader is not None
-amended: Any = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(amended)
 
 
 @pytest.fixture

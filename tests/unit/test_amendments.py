@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -10,18 +9,12 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from amended import Stream, played, score
 from rollstream.buffer.amendments import AMENDMENTS, REWARD, WHOLE, Amendment, Amendments, decode_amendments, encode_amendments
 from rollstream.buffer.columns import frame_checksum
 from rollstream.errors import Corrupt, DataRefused, Refused
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "amendments_v1.json"
-
-_spec = importlib.util.spec_from_file_location("amended", Path(__file__).with_name("amended.py"))
-assert _spec is not None
-assert _spec.loader is not None
-amended: Any = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(amended)
-Stream, played, score = amended.Stream, amended.played, amended.score
 
 
 @pytest.fixture

@@ -84,7 +84,8 @@ def trajectory(lease: Lease, member: int, num_tokens: int) -> Trajectory:
         for size in (num_tokens, 5)  # the second has nothing sampled
     ]
     key, success = TrajectoryKey(0, lease.group_id, member, lease.attempt), {"success": float(member == 0)}
-    return Trajectory(key, "Acme/Calculator-v0", 0, 0, "train", tuple(segments), float(member), "terminated", "terminated", env_metrics=success)
+    task = (lease.env_id, lease.task_index, lease.seed)
+    return Trajectory(key, *task, "train", tuple(segments), float(member), "terminated", "terminated", env_metrics=success)
 
 
 @pytest.fixture
@@ -186,6 +187,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
         folder, "DELETE FROM groups WHERE group_id = 3"
     ),
     r"group 3 of batch 2 is ready instead of trained": lambda folder: change(folder, "UPDATE groups SET state = 'ready' WHERE group_id = 3"),
+    r"group 2 of batch 2 is trained as one of batch 3$": lambda folder: change(folder, "UPDATE groups SET version = 3 WHERE group_id = 2"),
     r"group 2 is in 2 batches": lambda folder: change(folder, "UPDATE batches SET groups = '[2, 4]' WHERE version = 3"),
     r"version 5 was trained, only 4 batches": lambda folder: change(folder, "UPDATE meta SET value = 5 WHERE key = 'version'"),
     r"batch 4 trains a lag of 1, allowed were 0": lambda folder: change(folder, "UPDATE batches SET lag_bound = 0 WHERE version = 4"),
@@ -208,13 +210,13 @@ def test_a_withheld_trajectory_is_counted_and_not_trained(tmp_path: Path) -> Non
     stream = Stream(tmp_path)
     stream.play()
     stream.train(1)
-    batch = stream.books.batch(2)
-    assert batch is not None
-    stream.ledger.write("UPDATE batches SET withheld = '[[2, 1]]' WHERE version = 2")
-    stream.books.trained(2)
+    stream.books = Books(stream.ledger, replace(RULES, max_lag=0))
+    stream.train(2)
     stream.close()
     report = audit(tmp_path)
-    assert (report.problems, report.num_age_drops, report.num_trained) == ([], 1, 11)
+    assert (report.problems, report.num_age_drops, report.num_trained) == ([], 6, 6)
+    change(tmp_path, "UPDATE batches SET withheld = '[]' WHERE version = 2")
+    assert audit(tmp_path).problems == ["batch 2 trains a lag of 1, allowed were 0", "batch 2 has a lag of 1 by its rows, recorded was 0"]
 
 
 @pytest.mark.parametrize("kept_bytes", [9_000, 12_000, 100])
@@ -251,6 +253,17 @@ def test_members_that_groups_were_closed_without_are_counted_and_their_absence_i
         database.execute("DELETE FROM unplayed WHERE group_id = 1")
     database.close()
     assert audit(tmp_path).problems == ["group 1 is trained with 2 finished and 0 unplayed of its 3 members, 0 of them both"]
+
+
+def test_a_ledger_whose_file_is_damaged_is_a_problem_and_not_a_crash(folder: Path) -> None:
+    path = folder / "ledger.sqlite"
+    data = bytearray(path.read_bytes())
+    size = int.from_bytes(data[16:18], "big")
+    data[size * 3 : size * 3 + 200] = b"\xff" * 200
+    path.write_bytes(data)
+    report = audit(folder)
+    assert not report.closes
+    assert any(problem.startswith("ledger.sqlite") for problem in report.problems), report.problems
 
 
 def test_a_ledger_that_is_just_being_made_or_that_another_version_wrote_is_refused_in_a_clear_line(tmp_path: Path) -> None:

@@ -2,32 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from leased import failed, finish, leases, played, reopened, rules, train
 from rollstream.buffer.books import Books
 from rollstream.buffer.ledger import Ledger
 from rollstream.buffer.recovery import forget
 from rollstream.errors import Refused, RunFolderError
-
-_spec = importlib.util.spec_from_file_location("leased", Path(__file__).with_name("leased.py"))
-assert _spec is not None
-assert _spec.loader is not None
-leased: Any = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(leased)
-rules, played, failed, leases, finish, train, reopened = (
-    leased.rules, leased.played, leased.failed, leased.leases, leased.finish, leased.train, leased.reopened,
-)  # fmt: skip
-
-
-@pytest.fixture
-def ledger(tmp_path: Path) -> Any:
-    made = Ledger(tmp_path / "ledger.sqlite", "run-a")
-    yield made
-    made.close()
 
 
 def test_leases_are_granted_up_to_depth_plus_one_batches(ledger: Ledger) -> None:

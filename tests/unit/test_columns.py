@@ -227,7 +227,7 @@ BAD_SEGMENTS = {
     "turn_roles and turn_starts of different length": {"turn_roles": ("user",)},
     "turn_starts that fall": {"turn_starts": np.array([4, 0], np.int32)},
     "starts outside its tokens": {"turn_starts": np.array([0, 13], np.int32)},
-    "other than a sha256": {"media": (MediaSpan("ab", "image/png", 0, 1),)},
+    "other than a BLAKE3 hash": {"media": (MediaSpan("ab", "image/png", 0, 1),)},
     "an image outside its tokens": {"media": (MediaSpan("ab" * 32, "image/png", 11, 2),)},
     "images that overlap": {"media": (MediaSpan("ab" * 32, "image/png", 0, 2), MediaSpan("cd" * 32, "image/png", 1, 1))},
     "an image at tokens the policy sampled": {"media": (MediaSpan("ab" * 32, "image/png", 3, 2),)},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,18 +16,12 @@ from rollstream.learner.compute import checkpoint_activations, warn_of_slow_bflo
 from rollstream.learner.policy import Policy
 from rollstream.learner.warmup import supervised
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SHAPE: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
     "max_position_embeddings": 64, "initializer_range": 0.2, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1,
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def llama() -> Any:

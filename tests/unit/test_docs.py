@@ -50,7 +50,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         monkeypatch.setattr(corrections, name, dict(getattr(corrections, name)))
     before = set(sys.modules)
     yield tmp_path
-    gymnasium_registry.pop("demo/Safe-v0", None)
+    for env_id in ("demo/Safe-v0", "demo/Double-v0"):
+        gymnasium_registry.pop(env_id, None)
     for name in set(sys.modules) - before:
         if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
             del sys.modules[name]
@@ -91,6 +92,22 @@ def test_the_session_by_hand_goes_as_the_page_says(here: Path, capsys: pytest.Ca
     assert first == "Open the safe. Use try_code. ['try_code']"
     assert second.split()[0] in ("higher", "lower")
     assert last == "open 1.0 True 1.0"
+
+
+@pytest.mark.parametrize("correct", [True, False])
+def test_the_demonstration_of_the_page_goes_as_the_environment_would_answer(correct: bool, here: Path) -> None:
+    write(here, "docs/environments.md")
+    registry.load_imports(["demonstrate.py"])
+    env = registry.make("demo/Double-v0")
+    said, _ = env.reset(seed=7)
+    first, *rest = env.demonstrate(correct)
+    assert [first] == list(said)
+    reward, ended = 0.0, False
+    while rest:
+        answers, reward, ended, _, _ = env.step(rest.pop(0))
+        assert rest[: len(answers)] == list(answers) or ended
+        rest = rest[len(answers) :]
+    assert (ended, reward) == (True, float(correct))
 
 
 def test_maths_registered_from_outside_is_used_by_name(here: Path) -> None:

@@ -29,6 +29,12 @@ def run(tmp_path: Path) -> Run:
     return load_run(made.folder)
 
 
+def test_a_run_without_a_checkpoint_says_when_there_will_be_one(tmp_path: Path) -> None:
+    fresh = create_run(load_config("quickstart", [f"folder={tmp_path}", "name=fresh"]), resume=False)
+    with pytest.raises(ConfigError, match=r"has no checkpoint yet; .*before version 1.*wait for it, or go on with train --resume"):
+        checkpoint_of(fresh, "last")
+
+
 def test_a_version_is_a_kept_checkpoint_and_another_one_is_refused_with_those_there_are(run: Run) -> None:
     assert checkpoint_of(run, "last").name == "v000040"
     assert checkpoint_of(run, "20").name == "v000020"

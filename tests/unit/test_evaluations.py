@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from leased import grant, played
 from rollstream.buffer.books import Books
 from rollstream.buffer.columns import encode
 from rollstream.buffer.evaluation_facts import Played, played_of, purpose_of
@@ -15,7 +15,7 @@ from rollstream.buffer.evaluation_recovery import forget_evaluations
 from rollstream.buffer.evaluation_rules import EvaluationRules
 from rollstream.buffer.evaluation_tables import FIRST_GROUP, EvaluatedMember
 from rollstream.buffer.evaluations import Evaluations
-from rollstream.buffer.facts import Fact, facts
+from rollstream.buffer.facts import facts
 from rollstream.buffer.ledger import Ledger
 from rollstream.buffer.scores import pass_at, scores
 from rollstream.buffer.types import Segment, Trajectory, TrajectoryKey
@@ -33,13 +33,6 @@ def config(**evaluation: Any) -> Config:
     return Config.model_validate({"name": "scores", "env": {"id": "Acme/Calculator-v0"}, "learner": learner, "evaluation": {**SETTINGS, **evaluation}})
 
 
-@pytest.fixture
-def ledger(tmp_path: Path) -> Any:
-    made = Ledger(tmp_path / "ledger.sqlite", "run-a")
-    yield made
-    made.close()
-
-
 def books(ledger: Ledger, **evaluation: Any) -> Evaluations:
     return Evaluations(ledger, EvaluationRules.of(config(**evaluation)))
 
@@ -50,28 +43,11 @@ def keep(*versions: int, digest: str = "d", written: int | None = None, known: i
 
 
 def won(lease: Lease, member: int, success: float | None = None, *, versions: tuple[int, int] | None = None, **changes: Any) -> Played:
-    values: dict[str, Any] = {
-        "lineage": 0,
-        "group_id": lease.group_id,
-        "member": member,
-        "attempt": lease.attempt,
-        "reward": float(member),
-        "status": "terminated",
-        "stop_reason": "terminated",
-        "num_tokens": 9,
-        "num_trained_tokens": 5,
-        "first_row": 0,
-        "num_rows": 1,
-        "min_version": lease.admit_version,
-        "max_version": lease.admit_version,
-    }
-    return Played(Fact(**(values | changes)), success, versions or (lease.admit_version, lease.admit_version))
+    return Played(played(lease, member, **changes), success, versions or (lease.admit_version, lease.admit_version))
 
 
-def lease_of(evaluations: Evaluations, peer: str = "evaluator-0", now: float = 0.0) -> Lease:
-    lease = evaluations.grant(peer, now)
-    assert lease is not None
-    return lease
+def lease_of(evaluations: Evaluations, peer: str = "evaluator-0") -> Lease:
+    return grant(evaluations, peer_id=peer)
 
 
 def play_all(evaluations: Evaluations, learner_version: int = 12) -> list[Lease]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from rollstream import cli
 from rollstream.buffer.books import Books
 from rollstream.buffer.columns import encode, frame_checksum, to_frame
 from rollstream.buffer.facts import facts
+from rollstream.buffer.inspect import VIEWS, Inspector
 from rollstream.buffer.ledger import Ledger
 from rollstream.buffer.log import Log
 from rollstream.buffer.sealed import seal, sealed_path
@@ -151,6 +153,16 @@ def test_sql_sees_sealed_and_open_segments_as_one(capsys: pytest.CaptureFixture[
     assert lines[1].split() == ["1", "0"]
     log_of(capsys, run, "--sql", "SELECT m.group_id FROM members m JOIN groups g USING (group_id) WHERE m.lag = 1", "--export", str(tmp_path / "a.parquet"))
     assert pq.read_table(tmp_path / "a.parquet").num_rows == 12
+
+
+def test_the_views_have_the_columns_that_their_page_lists(run: Run) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "log.md").read_text(encoding="utf-8")
+    listed = {view: re.findall(r"`(\w+)`", columns) for view, columns in re.findall(r"^\| `(\w+)` \|[^|]*\|(.*)\|$", page, re.MULTILINE)}
+    assert tuple(listed) == VIEWS
+    with Inspector(run.folder) as stream:
+        assert {view: stream.query(f"DESCRIBE {view}")["column_name"].to_pylist() for view in VIEWS} == listed
+        (query,) = re.findall(r'--sql "(SELECT json.*)"', page)
+        assert stream.query(query.replace("\\$", "$"))["asked"].to_pylist()[0] == "2 + 2?"
 
 
 def test_a_list_beside_a_writer_sees_what_it_committed(capsys: pytest.CaptureFixture[str], run: Run) -> None:

@@ -2,38 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import zmq
 
+import framed
+from leased import failed, grant, played, reopened, rules
 from rollstream.buffer import wire
 from rollstream.buffer.books import Books
 from rollstream.buffer.ledger import Ledger
-
-
-def _shared(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-leased, framed = _shared("leased"), _shared("framed")
-rules, played, failed, grant = leased.rules, leased.played, leased.failed, leased.grant
-
-
-@pytest.fixture
-def ledger(tmp_path: Path) -> Iterator[Ledger]:
-    made = Ledger(tmp_path / "ledger.sqlite", "run-a")
-    yield made
-    made.close()
-
 
 # --- attempts that were given up ----------------------------------------------------------------------------------------------------
 
@@ -76,7 +57,7 @@ def test_an_actor_may_not_claim_what_another_is_known_to_hold_and_may_claim_what
     books = Books(ledger, rules(batch_groups=2, depth=0, max_lag=0))
     grant(books, peer_id="actor-0")
     other = grant(books, peer_id="actor-1")
-    books = leased.reopened(books)
+    books = reopened(books)
     books.give_up("actor-1", keep=frozenset({0, 1}))
     books.claim("actor-1", [0, 1], 0.0)
     assert (books.held("actor-0"), books.held("actor-1")) == ({0}, {1})
@@ -135,7 +116,7 @@ def test_a_lease_that_waited_in_a_round_that_a_full_disk_held_up_is_not_taken_ba
     monkeypatch.setattr("rollstream.buffer.hold.time.monotonic", lambda: buffer.now)
     monkeypatch.setattr("rollstream.buffer.handlers.time.monotonic", lambda: buffer.now)
     credit = msgspec.msgpack.encode(wire.Envelope(wire.PROTOCOL_VERSION, framed.RUN_ID, 0, wire.Credit(1)))
-    handlers.receive([framed.zmq.Frame(part) for part in (b"a", credit)], buffer.now)
+    handlers.receive([zmq.Frame(part) for part in (b"a", credit)], buffer.now)
     handlers.tick(buffer.now, drained=True)
     handlers.begin_hold("no space")
     buffer.now += 60.0

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+import leased
+from leased import failed, grant, played, reopened
 from rollstream.buffer.books import Books
 from rollstream.buffer.ledger import Ledger
 from rollstream.buffer.recovery import forget
@@ -16,25 +16,11 @@ from rollstream.configs.checks import check_config
 from rollstream.configs.loader import load_config
 from rollstream.errors import ConfigError
 
-_spec = importlib.util.spec_from_file_location("leased", Path(__file__).with_name("leased.py"))
-assert _spec is not None
-assert _spec.loader is not None
-leased: Any = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(leased)
-played, failed, grant, reopened = leased.played, leased.failed, leased.grant, leased.reopened
-
 
 def rules(**changes: Any) -> Rules:
     return leased.rules(
         **({"batch_groups": 1, "group_size": 4, "depth": 0, "max_lag": 1, "max_env_attempts": 2, "min_group": 2, "group_deadline_s": 30.0} | changes)
     )
-
-
-@pytest.fixture
-def ledger(tmp_path: Path) -> Any:
-    made = Ledger(tmp_path / "ledger.sqlite", "run-a")
-    yield made
-    made.close()
 
 
 # --- budgets ------------------------------------------------------------------------------------------------------------------------

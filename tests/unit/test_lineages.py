@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from leased import leases
 from rollstream.buffer.books import Books
 from rollstream.buffer.facts import Fact
 from rollstream.buffer.ledger import Ledger
@@ -26,24 +26,10 @@ RULES = Rules(2, 2, 1, 3, 0, 3, 3, None, False, (("Acme/Calculator-v0", 1.0),), 
 TREE = Lineages([Fork(1, 0, 10, ""), Fork(2, 1, 14, ""), Fork(3, 0, 5, ""), Fork(4, 3, 8, ""), Fork(5, 3, 8, "")])
 
 
-@pytest.fixture
-def ledger(tmp_path: Path) -> Any:
-    made = Ledger(tmp_path / "ledger.sqlite", "run-a")
-    yield made
-    made.close()
-
-
 def played(lease: Lease, member: int, version: int | None = None, lineage: int | None = None) -> Fact:
     version = lease.admit_version if version is None else version
     lineage = lease.lineage if lineage is None else lineage
     return Fact(lineage, lease.group_id, member, lease.attempt, float(member), "terminated", "terminated", 9, 5, version, version, 0, 1)
-
-
-def leases(books: Books) -> list[Lease]:
-    granted = []
-    while (lease := books.grant("actor-0", 0.0)) is not None:
-        granted.append(lease)
-    return granted
 
 
 def store(books: Books, fact: Fact) -> str:

@@ -3,33 +3,16 @@
 from __future__ import annotations
 
 import heapq
-import importlib.util
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
+from leased import failed, finish, grant, leases, played, reopened, rules, train
 from rollstream.buffer.books import Books
 from rollstream.buffer.ledger import Ledger
 from rollstream.buffer.wire import Lease
 from rollstream.configs.learner_schema import Overlong
-
-_spec = importlib.util.spec_from_file_location("leased", Path(__file__).with_name("leased.py"))
-assert _spec is not None
-assert _spec.loader is not None
-leased: Any = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(leased)
-rules, played, failed, grant, leases, finish, train, reopened = (
-    leased.rules, leased.played, leased.failed, leased.grant, leased.leases, leased.finish, leased.train, leased.reopened,
-)  # fmt: skip
-
-
-@pytest.fixture
-def ledger(tmp_path: Path) -> Any:
-    made = Ledger(tmp_path / "ledger.sqlite", "run-a")
-    yield made
-    made.close()
 
 
 def flat(books: Books, lease: Lease) -> None:

@@ -81,7 +81,10 @@ def test_a_version_that_finds_no_room_is_not_kept_and_the_reason_names_who_has_i
         assert writer.retention.keep(write(writer, 2))
         refused = write(writer, 3)
         assert not writer.retention.keep(refused)
-        assert writer.retention.full == "evaluation.retain 2: kept for evaluations that go on are versions 1, 2"
+        assert (
+            writer.retention.full
+            == "evaluation.retain 2: kept for evaluations that go on are versions 1, 2; raise it, or evaluate less often (evaluation.every)"
+        )
         assert find_retained(tmp_path / "weights", 0, 3) is None
         assert writer.retention.keep(refused, last=True), "nothing is written after the last version, so it needs no room"
 

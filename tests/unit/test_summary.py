@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from rollstream.configs.loader import load_config
 from rollstream.configs.run_folder import Run
-from rollstream.summary import draw_png, passed_at, terminal_plot
+from rollstream.summary import Ending, draw_png, passed_at, print_summary, terminal_plot
 from rollstream.tail import last_version, read_rows
 
 
@@ -79,3 +81,28 @@ def test_the_picture_is_a_png_in_the_run_folder(tmp_path: Path) -> None:
     assert path == tmp_path / "rewards.png"
     assert path.read_bytes().startswith(b"\x89PNG")
     assert draw_png(run, [{"version": 1}]).is_file()
+
+
+@pytest.mark.parametrize("lost", [0, 3])
+def test_rows_of_metrics_that_were_lost_are_told(lost: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = Run(folder=tmp_path, config=load_config("quickstart"), run_id="a" * 32)
+    rows = [row for row in learning(20) if not 5 <= row["version"] < 5 + lost]
+    run.metrics_path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    print_summary(run, Ending(exit_code=0, wall_s=1.0, cpu_s={}, num_restarts=0, arguments=()), Console(width=100))
+    assert ("metrics.jsonl lacks the rows of 3 versions" in capsys.readouterr().out) == (lost == 3)
+
+
+def test_skipped_steps_are_told_with_their_cause(tmp_path: Path) -> None:
+    def told(*rows: dict[str, Any]) -> list[str]:
+        run = Run(folder=tmp_path, config=load_config("quickstart"), run_id="a" * 32)
+        out = io.StringIO()
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"version": place, **row}) + "\n" for place, row in enumerate(rows, start=1)))
+        print_summary(run, Ending(0, 1.0, {}, 0, ("train", "quickstart")), Console(file=out, width=120))
+        return [line for line in out.getvalue().splitlines() if line.startswith("steps ")]
+
+    nothing, spoilt, fine = ({"train/tokens": tokens} for tokens in (0, 9, 9))
+    assert told(fine | {"optim/skipped_steps": 0}) == []
+    (line,) = told(nothing | {"optim/skipped_steps": 1}, fine | {"optim/skipped_steps": 1}, nothing | {"optim/skipped_steps": 2})
+    assert line.split("steps ", 1)[1].strip() == "2 steps skipped (nothing to train on)"
+    (line,) = told(nothing | {"optim/skipped_steps": 1}, spoilt | {"optim/skipped_steps": 2})
+    assert line.endswith("2 steps skipped (1 nothing to train on, 1 gradient not finite)")

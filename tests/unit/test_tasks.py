@@ -20,7 +20,7 @@ from rollstream.configs.loader import load_config
 from rollstream.configs.resume import resumed_config
 from rollstream.configs.schema import Config
 from rollstream.envs import registry
-from rollstream.envs.chat import ChatEnv
+from rollstream.envs.chat import ChatEnv, Turn
 from rollstream.errors import ConfigError, Refused, RunFolderError, UnknownEnv
 from rollstream.run import check_env
 from rollstream.summary import audit_lines
@@ -31,13 +31,6 @@ def rules(*envs: tuple[str, float], seed: int = 7) -> Rules:
         batch_groups=500, group_size=1, depth=0, max_lag=0, max_refill=0, max_infra_attempts=1, max_env_attempts=1, overlong=None,
         exclude_truncated=False, envs=envs, seed=seed, versions=10,
     )  # fmt: skip
-
-
-@pytest.fixture
-def ledger(tmp_path: Path) -> Any:
-    made = Ledger(tmp_path / "ledger.sqlite", "run-a")
-    yield made
-    made.close()
 
 
 def lease(books: Books, num: int) -> list[tuple[str, int]]:
@@ -129,7 +122,7 @@ class One(ChatEnv):
         return "say something"
 
     def respond(self, message: Any) -> str:
-        return "more"
+        return Turn("more", reward=0.0)
 
 
 def several(**changes: Any) -> Config:

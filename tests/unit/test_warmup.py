@@ -16,6 +16,8 @@ from rollstream.learner.collate import pack
 from rollstream.learner.policy import Policy
 from rollstream.learner.warmup import supervised, warm_up
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 def build(folder: Path, **warmup: Any) -> tuple[Policy, Any, Config]:
     config = Config.model_validate({
@@ -27,11 +29,6 @@ def build(folder: Path, **warmup: Any) -> tuple[Policy, Any, Config]:
     folder.mkdir()
     model = models.prepare_model(Run(folder, config, "warm"))
     return Policy(models.load_policy(model)), models.load_tokenizer(model), config
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def test_the_same_seed_gives_the_same_policy_and_a_better_one(tmp_path: Path) -> None:

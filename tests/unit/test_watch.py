@@ -122,13 +122,13 @@ def test_logs_are_followed_from_now_on_with_the_learners_last_word_and_the_warni
     actor.write_text(line("warning", "actor-0", "reason=slow") + line("error", "actor-0", "reason=gone"))
     tail.read()
     assert tail.learner_said == "warmup_step=25/150"
-    assert (tail.num_warnings, tail.last_warning) == (2, "actor-0: reason=gone")
+    assert (tail.num_warnings, tail.last_warning) == (2, "logs/actor-0.log: reason=gone")
 
 
 def test_before_the_first_version_the_panel_tells_what_the_learner_does(tmp_path: Path) -> None:
-    text = drawn(panel(snapshot(run_in(tmp_path), None, learner_said="warmup_step=25/150", warnings=(2, "actor-0: reason=gone")), [], {}, width=100))
+    text = drawn(panel(snapshot(run_in(tmp_path), None, learner_said="warmup_step=25/150", warnings=(2, "logs/actor-0.log: reason=gone")), [], {}, width=100))
     assert "in warm-up, step 25 of 150" in text
-    assert "2, last of actor-0: reason=gone" in text
+    assert "2, last in logs/actor-0.log: reason=gone" in text
 
 
 def test_smoothing_is_the_trailing_mean_of_five_and_skips_what_is_missing() -> None:
