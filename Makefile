@@ -11,7 +11,7 @@ setup: $(VENV)/.dev
 $(VENV)/.base: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" && $(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] < (3, 11))' \
 		|| { echo "error: Rollstream needs Python 3.11 or newer, found '$(PYTHON)'; set PYTHON=/path/to/python3.11"; exit 1; }
-	@echo "Installing Rollstream and PyTorch into $(VENV): about 1.6 GB, a few minutes"
+	@echo "Installing Rollstream and PyTorch into $(VENV): about 1.8 GB, a few minutes"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --no-compile --quiet --disable-pip-version-check --constraint constraints.txt --editable .
 	@touch $@

@@ -87,7 +87,7 @@ def soak_roles(seconds: float) -> list[Sample]:
 def soak_stream(seconds: float) -> list[Sample]:
     """The bare stream at full rate; the buffer checks the books at every version.
 
-    Empty checkpoint folders stand in for the learner's: retention removes the rows behind them, so that the disk does not fill.
+    Syncs and empty checkpoint folders stand in for the learner's: retention removes the rows behind them, so that the disk does not fill.
     """
     folder = Path(tempfile.mkdtemp(prefix="rollstream-soak-"))
     run = make_run(folder, 16, keep_gb=4.0)
@@ -102,6 +102,7 @@ def soak_stream(seconds: float) -> list[Sample]:
         version, num_trajectories = version + 1, num_trajectories + len(batch.trajectories)
         learner.trained(version)
         if version % CHECKPOINT_EVERY == 0:
+            learner.sync()
             (run.checkpoints_folder / f"v{version:06d}").mkdir(parents=True)
 
     try:

@@ -34,6 +34,7 @@ from stream_rivals import RIVALS, Pipe, ray_rates
 from rollstream.buffer.blobs import Blob
 from rollstream.buffer.client import ActorClient, LearnerClient
 from rollstream.buffer.columns import decode, encode, frame_checksum, from_frame, to_frame
+from rollstream.buffer.log_files import local_files
 from rollstream.buffer.server import serve
 from rollstream.buffer.types import Batch, Segment, Trajectory, TrajectoryKey
 from rollstream.buffer.wire import Lease
@@ -93,7 +94,7 @@ def buffer_main(run: Run) -> None:
 
 def consumer_of(run: Run) -> LearnerClient:
     """A learner beside the buffer, as ``rollstream train`` starts it."""
-    return LearnerClient(run.endpoint, run.run_id, log_folder=run.local_stream_folder)
+    return LearnerClient(run.endpoint, run.run_id, files=local_files(run))
 
 
 def producer_main(run: Run, name: str, pool: list[Trajectory], num_groups: int, num_images: int = 0) -> None:
