@@ -6,8 +6,9 @@ stays as it came, in frames that go out without being decoded. Only a redo reads
     copy written, compared, flushed, renamed (``sealed.seal``)  →  ledger says sealed, flushed  →  original removed
 
 So at any instant the original or a recorded copy is whole. :func:`recover_sealed` clears what a kill left: a copy the ledger does not know, an original it no
-longer needs. With ``buffer.keep_gb`` the oldest sealed segments are removed, in order, the ledger first, while the stream is larger and the oldest checkpoint
-that a run can resume from lies behind all their groups. Amendments are sealed and removed with the rows they are about (see ``amendment_files``).
+longer needs. With ``buffer.keep_gb`` the oldest segments are removed, in order, the ledger first, while the stream is larger and the oldest checkpoint that a
+run can resume from lies behind all their groups; where rows come faster than they can be sealed, before they are. Amendments are sealed and removed with the
+rows they are about (see ``amendment_files``).
 """
 
 from __future__ import annotations
@@ -84,11 +85,12 @@ class Sealer:
             self._finish(self._job)
             self._job, self._seen = None, ()
         seen = (self._books.version, self._books.ledger.synced_append_id, self._log.first_open)
-        if self._job is None and seen != self._seen and time.monotonic() >= self._not_before:
+        if self._job is None and seen != self._seen:
             self._seen = seen
             if self._keep_bytes is not None:
                 self._remove_oldest(self._keep_bytes)
-            self._start_next()
+            if time.monotonic() >= self._not_before:
+                self._start_next()
 
     def recorded(self) -> None:
         """The round was committed: removes the files it made superfluous."""
@@ -104,12 +106,8 @@ class Sealer:
     # --- sealing --------------------------------------------------------------------------------------------------------------------
 
     def _start_next(self) -> None:
-        ledger = self._books.ledger
-        segment = ledger.segment_after(self._last_append_id)
-        if segment is None or segment >= min(self._log.first_open, self._needed_from(self._books.version)):
-            return
-        unsynced = ledger.segment_after(ledger.synced_append_id)
-        if unsynced is not None and unsynced <= segment:
+        segment = self._next_closed()
+        if segment is None or segment >= self._needed_from(self._books.version):
             return
         self._amendments.cut()
         self._job = self._pool.submit(self._seal, segment, self._last_append_id, self._amendments.files.unsealed(self._closed_amendments))
@@ -150,6 +148,13 @@ class Sealer:
             self._last_append_id = sealed.last_append_id
             self._superfluous += [original, *(self._amendments.files.put(one) for one in done.amendments)]
 
+    def _next_closed(self) -> int | None:
+        """The oldest segment that is not sealed, if nothing is added to it any more and a sync has covered it."""
+        ledger = self._books.ledger
+        segment = ledger.segment_after(self._last_append_id)
+        unsynced = ledger.segment_after(ledger.synced_append_id)
+        return None if segment is None or segment >= min(self._log.first_open, segment + 1 if unsynced is None else unsynced) else segment
+
     def _needed_from(self, version: int) -> int:
         """The first segment with rows that a batch beyond ``version`` may hold."""
         first_group = self._books.first_group_beyond(version)
@@ -161,18 +166,28 @@ class Sealer:
     def _remove_oldest(self, keep_bytes: int) -> None:
         stream_bytes = sum(path.stat().st_size for path in self._run.stream_folder.iterdir())
         excess = stream_bytes + self._blobs.num_bytes + self._amendments.files.num_bytes() - keep_bytes
-        if excess <= 0 or not self._kept:
+        if excess <= 0:
             return
         needed_from = self._needed_from(min(self._oldest_checkpoint(), self._books.version))
         for segment, sealed in list(self._kept.items()):
             if excess <= 0 or segment >= needed_from:
                 break
-            logger.info("event=removed_by_retention segment=%d bytes=%d rows=%d", segment, sealed.size_bytes, sealed.num_rows)
-            self._books.ledger.remove_segment(segment)
-            self._superfluous.append(sealed_path(self._run.stream_folder, segment))
+            excess -= self._remove(sealed, sealed_path(self._run.stream_folder, segment))
             del self._kept[segment]
-            excess -= sealed.size_bytes + self._blobs.remove_up_to(sealed.last_append_id)
+        while excess > 0 and (segment := self._next_closed()) is not None and segment < needed_from:  # more comes than can be sealed
+            appends, path = self._books.ledger.next_segment(self._last_append_id), segment_path(self._run.stream_folder, segment)
+            unsealed = SealedFile(segment, appends[-1].append_id, path.stat().st_size, "", sum(append.num_rows for append in appends))
+            self._books.ledger.put_segment(unsealed)
+            self._last_append_id = unsealed.last_append_id
+            excess -= self._remove(unsealed, path)
         self._superfluous += self._amendments.files.remove(self._closed_amendments, self._books.ledger.removed_up_to)
+
+    def _remove(self, removed: SealedFile, path: Path) -> int:
+        """Enters the removal of the oldest segment, whose file is ``path``; gives the bytes that it frees."""
+        logger.info("event=removed_by_retention segment=%d bytes=%d rows=%d", removed.segment, removed.size_bytes, removed.num_rows)
+        self._books.ledger.remove_segment(removed.segment)
+        self._superfluous.append(path)
+        return removed.size_bytes + self._blobs.remove_up_to(removed.last_append_id)
 
     def _oldest_checkpoint(self) -> int:
         """The oldest version a run may resume from; the first checkpoint may also be kept beyond that, as a reference."""

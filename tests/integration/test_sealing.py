@@ -43,11 +43,16 @@ def die(*_):
 def dies_before(function, suffix):
     return lambda path, *rest, **more: die() if path.suffix == suffix else function(path, *rest, **more)
 
+def refuse(*_):
+    raise OSError(28, "No space left on device")
+
 match sys.argv[4]:
     case "copy half written": sealed._compare = die
     case "copy not renamed": sealed.flush_file = die
     case "copy renamed, not recorded": Ledger.put_segment = die
     case "original not removed": pathlib.Path.unlink = dies_before(pathlib.Path.unlink, ".arrows")
+    case "no copy, removal recorded, file there": sealer.seal, pathlib.Path.unlink = refuse, dies_before(pathlib.Path.unlink, ".arrows")
+    case "no copy": sealer.seal = refuse
     case "removal recorded, file there": pathlib.Path.unlink = dies_before(pathlib.Path.unlink, ".parquet")
 stop = threading.Event()
 signal.signal(signal.SIGTERM, lambda *_: stop.set())
@@ -94,6 +99,12 @@ def train(learner: LearnerClient, first: int, last: int) -> dict[int, Batch]:
         batches[version] = pull(learner, version)
         learner.trained(version)
     return batches
+
+
+def train_and_keep(run: Run, learner: LearnerClient, first: int, last: int) -> None:
+    for version in range(first, last + 1):
+        train(learner, version, version)
+        checkpoint(run, learner, version)
 
 
 def content(batch: Batch) -> Any:
@@ -207,6 +218,28 @@ def test_retention_removes_the_oldest_rows_that_no_checkpoint_can_need_and_the_a
             inspector.trajectory(0, 0)
         assert inspector.query("SELECT count(*) FROM trajectories").column(0).to_pylist() == [left]
     assert f"{report.num_removed} trajectories removed by retention" in "\n".join(audit_lines(report))
+
+
+def test_retention_removes_rows_as_they_came_where_they_could_not_be_sealed(tmp_path: Path) -> None:
+    run = run_in(tmp_path, keep_gb=0.0005)
+    with contextlib.ExitStack() as servers, acting(run), LearnerClient(run.endpoint, run.run_id, silent_s=60, files=local_files(run)) as learner:
+        server = servers.enter_context(Server(run, "no copy, removal recorded, file there"))
+        learner.hello(0)
+        with ThreadPoolExecutor(1) as pool:
+            trained = pool.submit(train_and_keep, run, learner, 1, 5)
+            assert server.process.wait(40) == -signal.SIGKILL
+            assert audit(tmp_path).problems == []
+            servers.enter_context(Server(run, "no copy"))
+            trained.result(60)
+        train_and_keep(run, learner, 6, 9)
+        train(learner, 10, 10)
+        wait_until(lambda: min(files(run, ".arrows")) > 5)
+        with pytest.raises(Refused, match=r"is gone: .*retention \(buffer\.keep_gb\)"):
+            pull(learner, 3)
+        assert pull(learner, 9).recorded, "it can still be resumed from checkpoint 8"
+    report = audit(tmp_path)
+    assert (report.closes, report.problems, report.num_trained) == (True, [], 10 * 2 * GROUP_SIZE)
+    assert (report.num_sealed, report.num_removed >= 5 * GROUP_SIZE) == (0, True)
 
 
 def fill(path: Path) -> None:
