@@ -54,10 +54,12 @@ __all__ = [
 class RollstreamError(Exception):
     """Base of every error Rollstream raises on purpose.
 
-    ``exit_code`` is what the command line exits with: 2 where the input has to change, 1 where the run failed.
+    ``exit_code`` is what the command line exits with: 2 where the input has to change, 1 where the run failed. ``waits_for_space`` is true where the same can
+    be tried again once a disk has room.
     """
 
     exit_code = 1
+    waits_for_space = False
 
     def __str__(self) -> str:
         return ": ".join(str(argument) for argument in self.args)

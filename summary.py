@@ -10,6 +10,7 @@ import os
 import shlex
 import shutil
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ from .buffer.audit_report import AuditReport
 from .buffer.bias import LEFT_OUT, Tally, left_out
 from .configs.run_folder import Run
 from .errors import RollstreamError, describe
-from .tail import SMOOTH, Row, clock, read_rows, smoothed
+from .tail import SMOOTH, Row, clock, read_rows, smoothed, warnings_in
 
 THRESHOLD = 0.9
 """Success whose first crossing is reported."""
@@ -116,6 +117,9 @@ def _facts(run: Run, ending: Ending, rows: Sequence[Row], report: AuditReport | 
             fork, left = report.forks[-1], sum(report.abandoned.values())
             yield "lineage", f"{fork.lineage}, begun after version {fork.version}: {fork.reason}; {_plural(left, 'batch', 'batches')} left behind by forks"
         yield "books", _books(report) + "".join(f"; {problem}" for problem in report.problems)
+    num_warnings, last_warning = warnings_in(run.logs_folder)
+    if num_warnings:
+        yield "warnings", f"{num_warnings:,}, the last in {textwrap.shorten(last_warning, 160, placeholder=' …')}"
 
 
 def audit_lines(report: AuditReport) -> Iterator[str]:

@@ -17,7 +17,9 @@ MAX_ROWS = 2048
 MAX_LOG_BYTES = 1 << 16
 """Of one log taken in at a time."""
 
-_LOG_LINE = re.compile(r"ts=\S+ level=(?P<level>\w+) role=\S+ logger=\S+ (?P<message>.*)")
+_LOG_LINE = re.compile(r"ts=(?P<ts>\S+) level=(?P<level>\w+) role=\S+ logger=\S+ (?P<message>.*)")
+
+_WARNINGS = ("warning", "error")
 
 Row = Mapping[str, Any]
 
@@ -103,9 +105,19 @@ class LogTail:
             return
         if role == "learner":
             self.learner_said = found["message"]
-        if found["level"] in ("warning", "error"):
+        if found["level"] in _WARNINGS:
             self.num_warnings += 1
             self.last_warning = f"logs/{role}.log: {found['message']}"
+
+
+def warnings_in(folder: Path) -> tuple[int, str]:
+    """How many warnings the logs in ``folder`` hold, of all starts of the run, and the newest of them behind the log it is in."""
+    found: list[tuple[str, str]] = []
+    for path in folder.glob("*.log"):
+        with path.open(encoding="utf-8", errors="replace") as file:
+            lines = filter(None, map(_LOG_LINE.match, file))
+            found += [(line["ts"], f"logs/{path.name}: {line['message']}") for line in lines if line["level"] in _WARNINGS]
+    return len(found), max(found, default=("", ""))[1]
 
 
 def _parse(line: bytes) -> Row | None:

@@ -9,6 +9,7 @@ says Hello again and repeats its request. A buffer that stays silent for ``silen
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import threading
@@ -22,7 +23,7 @@ import msgspec
 import pyarrow as pa
 import zmq
 
-from ..errors import Corrupt, DeadlineExceeded, Refused, StreamError
+from ..errors import Corrupt, DeadlineExceeded, DiskFull, Refused, StreamError
 from . import wire
 from .actor_client import ActorClient
 from .amendments import REWARD, WHOLE, Amendment, encode_amendments
@@ -49,15 +50,16 @@ _decoder = msgspec.msgpack.Decoder(wire.Envelope[wire.ServerMessage])
 
 
 class Connection:
-    """One DEALER socket and its requests; for one thread. ``hello`` makes the introduction, anew at each Hello."""
+    """One DEALER socket and its requests; for one thread. ``hello`` makes the introduction, anew at each Hello; once ``stop`` is set no request waits long."""
 
     def __init__(
-        self, context: Context, endpoint: str, run_id: str, hello: Callable[[], wire.Hello], *, silent_s: float, keys: ClientKeys | None = None
+        self, context: Context, endpoint: str, run_id: str, hello: Callable[[], wire.Hello], stop: threading.Event, silent_s: float, keys: ClientKeys | None
     ) -> None:
         self.stop_reason: str | None = None
         self._endpoint = endpoint
         self._run_id = run_id
         self._hello = hello
+        self._stop = stop
         self._silent_s = silent_s
         self._request_ids = itertools.count(1)
         self._socket = context.socket(zmq.DEALER)
@@ -76,9 +78,10 @@ class Connection:
     ) -> tuple[wire.ServerMessage, Sequence[zmq.Frame]] | None:
         """Sends ``message`` until it is answered; gives the answer and its payload, or None once ``cancelled`` says so.
 
-        A buffer that says that it waits for space on its disk is not silent: unless ``timeout_s`` is given, the request waits with it.
+        A buffer that waits for space on its disk is not silent: unless ``timeout_s`` is given, the request waits with it, until the run or this process ends.
 
         Raises:
+            DiskFull: that end came while the buffer waited for space.
             DeadlineExceeded: no answer for ``timeout_s`` (by default the connection's ``silent_s``).
             Refused: the buffer refused it, or this peer's keys.
 
@@ -108,8 +111,9 @@ class Connection:
                 self.request(self._hello(), timeout_s=None if patient else deadline - time.monotonic(), cancelled=cancelled)
                 resend_at = time.monotonic()
             elif isinstance(reply, wire.Wait) and not isinstance(message, wire.PullBatch):
-                if patient and self.stop_reason is None:
-                    deadline = time.monotonic() + timeout_s
+                if self.stop_reason is not None or self._stop.is_set():
+                    raise DiskFull(f"this is the end, and the buffer cannot take the {self._hello().role}'s {type(message).__name__}: {reply.reason}")
+                deadline = time.monotonic() + timeout_s if patient else deadline
             else:
                 return reply, answer[1]
         return None
@@ -142,8 +146,9 @@ class Connection:
 class _Client:
     """A peer with one connection per calling thread; only that of the thread that said Hello speaks for the peer itself."""
 
-    def __init__(self, endpoint: str, run_id: str, role: wire.Role, peer_id: str, silent_s: float, keys: ClientKeys | None) -> None:
+    def __init__(self, endpoint: str, run_id: str, role: wire.Role, peer_id: str, silent_s: float, keys: ClientKeys | None, stop: threading.Event) -> None:
         self._endpoint = endpoint
+        self._stop = stop
         self._keys = keys
         self._run_id = run_id
         self._role: wire.Role = role
@@ -177,9 +182,8 @@ class _Client:
         with self._lock:
             if thread not in self._connections:
                 index = len(self._connections)
-                self._connections[thread] = Connection(
-                    self._context, self._endpoint, self._run_id, lambda: self._introduction(index), silent_s=self._silent_s, keys=self._keys
-                )
+                introduce = functools.partial(self._introduction, index)
+                self._connections[thread] = Connection(self._context, self._endpoint, self._run_id, introduce, self._stop, self._silent_s, self._keys)
             return self._connections[thread]
 
     def _introduction(self, index: int) -> wire.Hello:
@@ -198,7 +202,7 @@ class LearnerClient(_Client):
 
     ``silent_s``: how long the buffer may be silent (dead, restarting) before a call gives up. Rank 0 of ``ranks`` speaks for the learner; the others only
     pull the rows dealt to them. ``files`` are those of a run on this machine (:func:`~.log_files.local_files`): rows and images are read from there, not sent.
-    ``keys`` open a buffer that other machines can reach. ``stalled_s`` bounds a :meth:`pull` without progress.
+    ``keys`` open a buffer that other machines can reach. ``stalled_s`` bounds a :meth:`pull` without progress. Once ``stop`` is set nothing waits for space.
     """
 
     def __init__(
@@ -213,8 +217,9 @@ class LearnerClient(_Client):
         stalled_s: float = 1800.0,
         keys: ClientKeys | None = None,
         files: RunFiles | None = None,
+        stop: threading.Event | None = None,
     ) -> None:
-        super().__init__(endpoint, run_id, "learner", peer_id, silent_s, keys)
+        super().__init__(endpoint, run_id, "learner", peer_id, silent_s, keys, stop or threading.Event())
         self._files = files
         self._rank, self._ranks = rank, ranks
         self._stalled_s = stalled_s
@@ -286,12 +291,7 @@ class LearnerClient(_Client):
         return msgspec.structs.replace(batch, blobs=self._cache.gather(digests, self.blobs)) if digests else batch
 
     def blobs(self, digests: Sequence[str]) -> dict[str, bytes]:
-        """The bytes of these blobs, as the buffer has them.
-
-        Raises:
-            Refused: one is not there, or no more.
-
-        """
+        """The bytes of these blobs, as the buffer has them. Raises :class:`Refused` where one is not there, or no more."""
         found = {} if self._files is None else self._files.blobs(digests)
         while missing := [digest for digest in digests if digest not in found]:
             answer = self.connection.request(wire.FetchBlobs(missing))
@@ -342,7 +342,7 @@ class SupervisorClient(_Client):
     """The supervisor's side: looks, and ends the run."""
 
     def __init__(self, endpoint: str, run_id: str, peer_id: str = "supervisor", *, keys: ClientKeys | None = None) -> None:
-        super().__init__(endpoint, run_id, "supervisor", peer_id, 5.0, keys)
+        super().__init__(endpoint, run_id, "supervisor", peer_id, 5.0, keys, threading.Event())
 
     def status(self, timeout_s: float) -> wire.StatusReply | None:
         """The buffer's numbers, None when it does not answer in time."""
@@ -366,7 +366,7 @@ class ScorerClient(_Client):
     """Scores trajectories after they were stored: a judge, a reward model, a person."""
 
     def __init__(self, endpoint: str, run_id: str, peer_id: str = "scorer", *, silent_s: float = 30.0, keys: ClientKeys | None = None) -> None:
-        super().__init__(endpoint, run_id, "scorer", peer_id, silent_s, keys)
+        super().__init__(endpoint, run_id, "scorer", peer_id, silent_s, keys, threading.Event())
 
     def amend(self, amendments: Sequence[Amendment]) -> wire.Amended:
         """Returns once ``amendments`` are durable; all of them, or none. Saying the same again changes nothing.

@@ -128,6 +128,8 @@ def finish_checkpoint(
 def refused_by_disk(checkpoints: Path, version: int) -> Generator[None]:
     """Raises :class:`CheckpointError`, naming the last good checkpoint, for what the disk refuses inside; what was written by then makes room.
 
+    Where the disk is full, that error ``waits_for_space``.
+
     On a full disk torch and safetensors raise errors of their own kinds, which say less.
     """
     try:
@@ -139,7 +141,9 @@ def refused_by_disk(checkpoints: Path, version: int) -> Generator[None]:
             raise
         shutil.rmtree(temporary_of(checkpoints, version), ignore_errors=True)
         reason = error if isinstance(error, OSError) else full
-        raise CheckpointError(f"checkpoint {checkpoints / name_of(version)} was not written: {reason}; {_last_good(checkpoints)}") from error
+        refused = CheckpointError(f"checkpoint {checkpoints / name_of(version)} was not written: {reason}; {_last_good(checkpoints)}")
+        refused.waits_for_space = is_full
+        raise refused from error
 
 
 def model_folder_of(folder: Path) -> Path:

@@ -20,7 +20,7 @@ from ..buffer.types import Batch
 from ..buffer.wire import StatusReply, Welcome
 from ..configs.learner_schema import FsdpPolicy
 from ..configs.run_folder import Run
-from ..errors import RankFailed, RoleFailed, StreamError
+from ..errors import CheckpointError, RankFailed, RoleFailed, StreamError
 from .alarms import check_alarms
 from .checkpoint import Keep, model_folder_of, name_of
 from .evaluations import Evaluations
@@ -33,6 +33,7 @@ from .publisher import Publisher
 from .ranks import Ranks, naming_the_lost, refuse_a_lonely_rank
 from .saving import write_checkpoint
 from .skips import why_skipped
+from .space import RETRY_S
 from .start import Held, device_of, reference_of, start, step_settings
 from .step import Stepper
 from .tracker import Tracker
@@ -71,14 +72,14 @@ def learn(run: Run, stop: threading.Event, rank: int = 0, meet: str | None = Non
     ranks = Ranks()
     if isinstance(policy, FsdpPolicy):
         ranks = join(run.socket_folder, rank, num, device=run.config.learner.device, timeout_s=policy.start_timeout_s, meet=meet, run_id=run.run_id)
-    with naming_the_lost(ranks), _client(run, rank, num) as client:
+    with naming_the_lost(ranks), _client(run, rank, num, stop) as client:
         learn_from(run, client, stop, ranks)
         ranks.close()
 
 
-def _client(run: Run, rank: int, num: int) -> LearnerClient:
-    stalled_s, keys = run.config.buffer.stall_timeout_s, client_keys(run)
-    return LearnerClient(run.endpoint, run.run_id, peer_id(rank), rank=rank, ranks=num, stalled_s=stalled_s, keys=keys, files=local_files(run))
+def _client(run: Run, rank: int, num: int, stop: threading.Event) -> LearnerClient:
+    stalled_s, keys, files = run.config.buffer.stall_timeout_s, client_keys(run), local_files(run)
+    return LearnerClient(run.endpoint, run.run_id, peer_id(rank), rank=rank, ranks=num, stalled_s=stalled_s, keys=keys, files=files, stop=stop)
 
 
 def peer_id(rank: int) -> str:
@@ -96,9 +97,9 @@ def learn_from(run: Run, source: BatchSource, stop: threading.Event, ranks: Rank
         return  # half warmed up: the next start begins anew
     _hello(source, held, ranks)
     if held.saved is None:
-        held.saved = _save(run, held, source)
+        held.saved = _save(run, held, source, stop)
     stepper = Stepper(held.policy, held.optimizer, run.config, reference_of(run, held.policy))
-    tracker = _tracker(run, held) if ranks.leads else None
+    tracker = _tracker(run, held, stop) if ranks.leads else None
     peak = peak_flops(held.policy.device, getattr(torch, config.policy.compute_dtype), config.peak_tflops)
     publisher = _publisher(run, held)
     evaluations = Evaluations(run, source, publisher, tracker) if tracker is not None else None
@@ -115,7 +116,7 @@ def learn_from(run: Run, source: BatchSource, stop: threading.Event, ranks: Rank
             taken = take(source, stepper, held.version + 1, wait, stop)
             if taken is None:
                 break
-            data, done = _make_version(run, held, stepper, taken, source, publisher)
+            data, done = _make_version(run, held, stepper, taken, source, publisher, stop)
             _advance(held, taken.batch, None if done.update.stepped else why_skipped(taken.batch, data), config.alarms.max_skipped)
             if ranks.leads:
                 source.trained(held.version)
@@ -129,9 +130,9 @@ def learn_from(run: Run, source: BatchSource, stop: threading.Event, ranks: Rank
                 publisher.expect(counters.num_actors)
             saving_s = 0.0
             if held.version % config.checkpoint.every == 0 or held.version == config.versions:
-                held.saved = _save(run, held, source)
+                held.saved = _save(run, held, source, stop)
                 saving_s = time.perf_counter() - ended
-        _leave(run, held, source, publisher)
+        _leave(run, held, source, publisher, stop)
         if held.version == config.versions and evaluations is not None:
             evaluations.finish(stop)
     finally:
@@ -141,7 +142,7 @@ def learn_from(run: Run, source: BatchSource, stop: threading.Event, ranks: Rank
 
 
 def _make_version(
-    run: Run, held: Held, stepper: Stepper, taken: Taken, source: BatchSource, publisher: Publisher | GatheringPublisher
+    run: Run, held: Held, stepper: Stepper, taken: Taken, source: BatchSource, publisher: Publisher | GatheringPublisher, stop: threading.Event
 ) -> tuple[dict[str, float], Trained]:
     """Trains one batch: what it was, and what was done.
 
@@ -156,7 +157,7 @@ def _make_version(
         raise
     except RoleFailed:
         if stepper.num_steps == num_steps:
-            _leave(run, held, source, publisher)
+            _leave(run, held, source, publisher, stop)
         raise
 
 
@@ -205,7 +206,19 @@ def _advance(held: Held, batch: Batch, skipped: tuple[str, str] | None, max_skip
         )
 
 
-def _save(run: Run, held: Held, source: BatchSource) -> Path:
+def _save(run: Run, held: Held, source: BatchSource, stop: threading.Event) -> Path:
+    """Checkpoints what is held, all ranks together; on a full disk once there is space, unless a rank was asked to stop."""
+    while True:
+        try:
+            return _write(run, held, source)
+        except (CheckpointError, RankFailed) as error:
+            if not error.waits_for_space or any(held.policy.ranks.largest([stop.is_set()])):
+                raise
+            logger.warning("event=disk_full reason=%r remedy='free space there and the run goes on'", str(error))
+        stop.wait(RETRY_S)
+
+
+def _write(run: Run, held: Held, source: BatchSource) -> Path:
     settings = run.config.learner
     return write_checkpoint(
         run.checkpoints_folder,
@@ -221,19 +234,19 @@ def _save(run: Run, held: Held, source: BatchSource) -> Path:
     )
 
 
-def _tracker(run: Run, held: Held) -> Tracker:
+def _tracker(run: Run, held: Held, stop: threading.Event) -> Tracker:
     wandb = run.config.tracking.wandb
-    return Tracker(run.metrics_path, run.tensorboard_folder, held.version, None if wandb is None else WandbTracker(wandb, run, held.lineage))
+    return Tracker(run.metrics_path, run.tensorboard_folder, held.version, None if wandb is None else WandbTracker(wandb, run, held.lineage), stop)
 
 
-def _leave(run: Run, held: Held, source: BatchSource, publisher: Publisher | GatheringPublisher) -> None:
+def _leave(run: Run, held: Held, source: BatchSource, publisher: Publisher | GatheringPublisher, stop: threading.Event) -> None:
     """Tells what was published last, and keeps what was trained since the last checkpoint; a buffer that is gone already costs that much redo and no error."""
     publisher.fence()
     try:
         with held.policy.ranks.together():
             _tell(source, publisher)
         if held.saved is None or held.saved.name != name_of(held.version):
-            held.saved = _save(run, held, source)
+            held.saved = _save(run, held, source, stop)
     except (StreamError, RankFailed) as error:
         logger.warning("version=%d saved=%s reason=%s", held.version, held.saved, error)
 

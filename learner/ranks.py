@@ -59,7 +59,7 @@ class Ranks:
 
     def check(self, error: Exception | None) -> None:
         """Raises on every rank where any has an ``error``: its own, or :class:`RankFailed` with that of the first rank that has one."""
-        told = [] if error is None else [describe(error), getattr(error, "exit_code", 1)]
+        told = [] if error is None else [describe(error), getattr(error, "exit_code", 1), getattr(error, "waits_for_space", False)]
         given = [msgspec.msgpack.decode(data) for data in self.exchange(msgspec.msgpack.encode(told))]
         if error is not None:
             raise error
@@ -89,10 +89,10 @@ class Ranks:
         """Leaves the others."""
 
 
-def failed(rank: int, message: str, exit_code: int) -> RankFailed:
+def failed(rank: int, message: str, exit_code: int, waits_for_space: bool = False) -> RankFailed:
     """The failure of another rank, as this one raises it."""
     error = RankFailed(f"rank {rank} of the learner: {message}")
-    error.exit_code = exit_code
+    error.exit_code, error.waits_for_space = exit_code, waits_for_space
     return error
 
 

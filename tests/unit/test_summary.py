@@ -106,3 +106,26 @@ def test_skipped_steps_are_told_with_their_cause(tmp_path: Path) -> None:
     assert line.split("steps ", 1)[1].strip() == "2 steps skipped (nothing to train on)"
     (line,) = told(nothing | {"optim/skipped_steps": 1}, spoilt | {"optim/skipped_steps": 2})
     assert line.endswith("2 steps skipped (1 nothing to train on, 1 gradient not finite)")
+
+
+def test_the_newest_warning_of_any_role_is_told_with_the_log_it_is_in(tmp_path: Path) -> None:
+    run = Run(folder=tmp_path, config=load_config("quickstart"), run_id="a" * 32)
+    run.logs_folder.mkdir()
+    run.metrics_path.write_text("".join(json.dumps(row) + "\n" for row in learning(20)))
+
+    def told(**logs: str) -> list[str]:
+        for name, text in logs.items():
+            (run.logs_folder / f"{name}.log").write_text(text)
+        out = io.StringIO()
+        print_summary(run, Ending(0, 1.0, {}, 0, ()), Console(file=out, width=120))
+        return [line for line in out.getvalue().splitlines() if line.startswith("warnings ")]
+
+    def line(second: int, level: str, message: str) -> str:
+        return f"ts=2026-01-01T00:00:{second:02}.000Z level={level} role=x logger=y {message}\n"
+
+    assert told(learner=line(1, "info", "fine") + "Traceback\n") == []
+    (shown,) = told(
+        buffer=line(1, "info", "a") + line(9, "warning", "event=disk_full " + 50 * "word ") + line(10, "info", "b"), actor=line(3, "error", "event=c")
+    )
+    assert " 2, the last in logs/buffer.log: event=disk_full word" in shown
+    assert shown.endswith("…")
