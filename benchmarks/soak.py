@@ -136,7 +136,7 @@ def main() -> None:
     arguments = options(__doc__)
     seconds = 15.0 if arguments.quick else 300.0
     rows = rows_of("real roles", soak_roles(seconds)) + rows_of("bare stream", soak_stream(seconds))
-    left = list(SHARED_MEMORY.glob("rollstream*")) if SHARED_MEMORY.is_dir() else []
+    left = [path for path in SHARED_MEMORY.rglob("*") if path.is_file() and "rollstream" in str(path)] if SHARED_MEMORY.is_dir() else []
     rows.append(row("shared memory left behind", [float(len(left))], "files"))
     report(rows, arguments.json)
 

@@ -1,7 +1,9 @@
 """The stream at full rate: producer processes → durable buffer → consumer, in groups of 8 trajectories of 1 k to 32 k tokens (log-uniform).
 
-Yardsticks of the same run, interleaved with it: one *copy* is a memcpy of the same bytes; the same trajectories as pickled and as msgpack Python lists, and
-as pickled NumPy arrays, over a plain ZeroMQ pipe between two processes, which stores nothing; Ray's object store and queue where ray is installed.
+Yardsticks of the same run, interleaved with it: one *copy* is a memcpy of the same bytes; a *plain write* gives as many bytes to the kernel, for a file that
+grows, which a durable stream cannot do without (on a virtual machine a page may cost more at its first use than all else); the same trajectories as pickled
+and as msgpack Python lists, and as pickled NumPy arrays, over a plain ZeroMQ pipe between two processes, which stores nothing; Ray's object store and queue
+where ray is installed.
 
 Rate: columns that reached the consumer (9 bytes a token and the small ones) per second, decoded and ready to train. CPU: producers, buffer and consumer
 together, user and system. Latency: from the actor's ``append`` of a trajectory until the learner holds its batch, once under full load (queueing
@@ -24,6 +26,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 import numpy as np
@@ -266,7 +269,16 @@ def copy_bytes_per_s(size_bytes: int = 13_600_000, repeats: int = 15) -> float:
     return size_bytes / statistics.median(taken)
 
 
-def columns_us(num_trajectories: int, num_tokens: int = 2048, repeats: int = 200) -> float:
+def write_bytes_per_s(file: BinaryIO, size_bytes: int = 1_000_000, repeats: int = 200) -> float:
+    """Plain writes to a file that grows, a megabyte at a time, as the log does."""
+    piece = np.random.default_rng(2).bytes(size_bytes)
+    began = time.perf_counter()
+    for _ in range(repeats):
+        file.write(piece)
+    return size_bytes * repeats / (time.perf_counter() - began)
+
+
+def columns_us(num_trajectories: int, repeats: int, num_tokens: int = 2048) -> float:
     """CPU microseconds per trajectory to encode, frame, checksum, verify and decode so many at a time."""
     group = [msgspec.structs.replace(make_trajectory(num_tokens, member), key=TrajectoryKey(0, 0, member, 0)) for member in range(num_trajectories)]
     began = time.process_time()
@@ -279,8 +291,8 @@ def columns_us(num_trajectories: int, num_tokens: int = 2048, repeats: int = 200
 # --- all of it ------------------------------------------------------------------------------------------------------------------------
 
 
-def stream_rows(measured: list[Figures], copies: list[float]) -> list[Row]:
-    """Our stream against a copy."""
+def stream_rows(measured: list[Figures], copies: list[float], writes: list[float]) -> list[Row]:
+    """Our stream against a copy and against a plain write."""
     copy = statistics.median(copies)
     pairs = list(zip(measured, copies, strict=True))
     latencies = [latency for figures in measured for latency in figures.latencies_ms]
@@ -292,6 +304,8 @@ def stream_rows(measured: list[Figures], copies: list[float]) -> list[Row]:
         row("stream, CPU", per_million, "s/M tokens", yardstick="copy", over=BYTES_PER_TOKEN * 1e6 / copy),
         row("stream, CPU per trajectory", [figures.cpu_s / figures.num_trajectories * 1e6 for figures in measured], "µs"),
         row("stream, wall over copy", [figures.wall_s * value / figures.size_bytes for figures, value in pairs], "copies"),
+        row("plain write to a file", [value / 1e9 for value in writes], "GB/s", yardstick="copy", over=copy / 1e9),
+        row("stream, wall over write", [figures.wall_s * value / figures.size_bytes for figures, value in zip(measured, writes, strict=True)], "writes"),
         row("loaded latency p50", [float(np.percentile(latencies, 50))], "ms"),
         row("loaded latency p99", [float(np.percentile(latencies, 99))], "ms"),
         row("buffer, resident", [figures.buffer_mb for figures in measured], "MB"),
@@ -304,18 +318,20 @@ def main() -> None:
     repeats, seconds = (3, 1.5) if arguments.quick else (7, 5.0)
     pool = make_pool(64, SHORTEST, LONGEST)
     copies: list[float] = []
+    writes: list[float] = []
     rival_figures: dict[str, list[tuple[float, float]]] = {name: [] for name in RIVALS}
-    with Pipe() as pipe:
+    with Pipe() as pipe, tempfile.TemporaryFile(buffering=0) as file:
 
         def between() -> None:
             copies.append(copy_bytes_per_s())
+            writes.append(write_bytes_per_s(file))
 
         measured = measure_stream(pool, 16, seconds, repeats, between)
         with_images = measure_stream(pool, 4, seconds, repeats, lambda: None, num_images=NUM_IMAGES)
         for _ in range(repeats):
             for name in RIVALS:
                 rival_figures[name].append(pipe.measure(name, pool, seconds / 3))
-    rows = stream_rows(measured, copies)
+    rows = stream_rows(measured, copies, writes)
     rates = [figures.size_bytes / figures.wall_s / 1e9 for figures in with_images]
     rows.append(row(f"stream with {NUM_IMAGES} images of {len(IMAGE) // 1000} kB", rates, "GB/s", yardstick="copy", over=statistics.median(copies) / 1e9))
     ours_rate, ours_cpu = rows[1].value, rows[3].value
@@ -330,8 +346,8 @@ def main() -> None:
     quiet = measure_quiet(100 if arguments.quick else 500)
     rows.append(row("quiet latency p50, group of 8 × 1 k", [float(np.percentile(quiet, 50))], "ms"))
     rows.append(row("quiet latency p99, group of 8 × 1 k", [float(np.percentile(quiet, 99))], "ms"))
-    for num in (GROUP_SIZE, 7 * GROUP_SIZE):  # a group, and as much as one append coalesces
-        rows.append(row(f"encode + decode, {num} of 2048 tokens", [columns_us(num) for _ in range(repeats)], "µs per trajectory"))
+    for num in (GROUP_SIZE, 7 * GROUP_SIZE, 64 * GROUP_SIZE):  # a group; as much as one append coalesces; the 13.6 MB of a whole batch
+        rows.append(row(f"encode + decode, {num} of 2048 tokens", [columns_us(num, 1600 // num) for _ in range(repeats)], "µs per trajectory"))
     report(rows, arguments.json)
 
 

@@ -24,7 +24,7 @@ from ..errors import DataRefused, Refused
 from . import wire
 from .blob_client import BlobSender
 from .blobs import Blob, digests_in
-from .columns import Compression, encode, frame_checksum, to_frame
+from .columns import Compression, encode, stated_checksum, to_frame
 from .types import Trajectory
 
 _COALESCE_S = 0.002
@@ -146,7 +146,7 @@ class Appends:
                 return [framed for finished in taken for framed in self._framed([finished])]
             _fail(taken[0].stored, error)
             return []
-        return [(wire.Append(len(taken), frame_checksum(frame)), frame, taken)]
+        return [(wire.Append(len(taken), stated_checksum(frame)), frame, taken)]
 
     async def request(self, message: wire.ClientMessage, *payload: Any) -> wire.ServerMessage:
         """Says ``message`` until it is answered."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pyarrow as pa
 
-from .columns import Compression, frame_checksum, rows_of, to_frame
+from .columns import Compression, rows_of, stated_checksum, to_frame
 from .header import Entry, Member, assemble, entries
 from .ledger import Ledger
 from .log import Location, Log
@@ -104,4 +104,4 @@ def committed(batch: pa.RecordBatch, keys: set[Key]) -> pa.RecordBatch:
 def _merge(batches: list[pa.RecordBatch], frames: list[pa.Buffer], checksums: list[int], compression: Compression) -> None:
     frame = to_frame(pa.concat_batches(batches), compression)
     frames.append(frame)
-    checksums.append(frame_checksum(frame))
+    checksums.append(stated_checksum(frame))

@@ -25,7 +25,7 @@ from . import wire
 from .amendments import Amendments
 from .blob_store import BlobStore, digests_of
 from .books import Books, Verdict
-from .columns import SCHEMA_VERSION, Compression, aligned, frame_checksum, from_frame, rows_of, to_frame
+from .columns import SCHEMA_VERSION, Compression, aligned, from_frame, rows_of, stated_checksum, to_frame
 from .evaluation_facts import played_of, purpose_of
 from .evaluation_rules import EvaluationRules
 from .evaluations import Evaluations
@@ -340,7 +340,7 @@ class Handlers:
         num_rows = sum(fact.num_rows for fact in stored)
         if num_rows < batch.num_rows:
             frame = to_frame(rows_of(batch, [fact.first_row + index for fact in stored for index in range(fact.num_rows)]), self._compression)
-            checksum = frame_checksum(frame)
+            checksum = stated_checksum(frame)
         location = self.log.append(frame, checksum)
         self.books.ledger.put_append(self._next_append_id, location, num_rows, len(stored))
         self._next_append_id += 1
