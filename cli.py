@@ -26,7 +26,7 @@ from .options import ConfigArgument, DebugOption, OverridesArgument, RunArgument
 app = typer.Typer(
     name="rollstream",
     help="Rollstream: asynchronous actor-learner reinforcement learning of language models.",
-    epilog="First steps:  rollstream train quickstart  (three minutes on a laptop), then  rollstream audit runs/quickstart",
+    epilog="First steps:  rollstream train quickstart  (under three minutes on a laptop), then  rollstream audit runs/quickstart",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -79,7 +79,7 @@ def train(
       rollstream train quickstart name=short learner.versions=50
       rollstream train my.yaml buffer.depth=0
       rollstream train quickstart --resume
-      rollstream train quickstart --resume --fork --from-version 50 learner.loss.kind=gspo
+      rollstream train quickstart --resume --fork --from-version 100 learner.loss.kind=gspo
     """
     from .configs.loader import load_config, load_resumed
     from .errors import ConfigError
@@ -97,7 +97,7 @@ def train(
         logs = f"; see {os.path.relpath(outcome.run.logs_folder)}" if outcome.run.logs_folder.is_dir() else ""
         typer.echo(f"error: {outcome.error}{logs}", err=True)
     arguments = ("train", config, *(overrides or ()))
-    print_summary(outcome.run, Ending(outcome.exit_code, outcome.wall_s, outcome.cpu_s, outcome.num_restarts, arguments), screen)
+    print_summary(outcome.run, Ending(outcome.exit_code, outcome.wall_s, outcome.cpu_s, outcome.num_restarts, arguments, resume), screen)
     return outcome.exit_code
 
 

@@ -40,7 +40,9 @@ def plan_fork(folder: Path, config: Config, from_version: int | None) -> ForkPoi
     if not kept:
         raise ConfigError(f"{folder} has no checkpoint to fork from: go on with --resume, or start a new run")
     if from_version is not None and from_version not in kept:
-        raise ConfigError(f"--from-version {from_version}: no checkpoint of it is kept; there are {', '.join(map(str, kept))}")
+        raise ConfigError(
+            f"--from-version {from_version}: no checkpoint of it is kept; there are {', '.join(map(str, kept))} (learner.checkpoint.keep_every keeps more)"
+        )
     begin = kept[-1] if from_version is None else from_version
     if config.learner.versions <= begin:
         raise ConfigError(

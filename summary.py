@@ -30,6 +30,8 @@ THRESHOLD = 0.9
 """Success whose first crossing is reported."""
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 _COLOURS = ("green", "cyan")
+_STOPPED = 130
+"""What a run that was stopped exits with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +44,16 @@ class Ending:
     num_restarts: int
     arguments: Sequence[str]
     """What was typed after ``rollstream``, without ``--resume``."""
+    resumed: bool = False
+    """Whether the run had begun before: times are of this start then, all else is of the run."""
 
 
 def print_summary(run: Run, ending: Ending, console: Console) -> None:
-    """Prints the summary of ``run`` and writes ``rewards.png`` into its folder. A run without a version gets no summary."""
+    """Prints the summary of ``run`` and writes ``rewards.png`` into its folder. A run without a version gets a line, if it was stopped and can go on."""
     rows = read_rows(run.metrics_path)
     if not rows:
+        if ending.exit_code == _STOPPED and (run.folder / "config.yaml").is_file():
+            console.print(f"stopped in {clock(ending.wall_s)}, before version 1; go on with  {_go_on(ending)}", soft_wrap=True)
         return
     console.print()
     for name, value in _facts(run, ending, rows, _audit(run)):
@@ -82,12 +88,12 @@ def _audit(run: Run) -> AuditReport | None:
 
 
 def _facts(run: Run, ending: Ending, rows: Sequence[Row], report: AuditReport | None) -> Iterator[tuple[str, str]]:
-    word = {0: "finished", 130: "stopped"}.get(ending.exit_code, "ended early")
-    yield word, f"version {rows[-1]['version']} of {run.config.learner.versions} in {clock(ending.wall_s)}, {_plural(ending.num_restarts, 'restart')}"
+    word, start = {0: "finished", _STOPPED: "stopped"}.get(ending.exit_code, "ended early"), " of this start" if ending.resumed else ""
+    yield word, f"version {rows[-1]['version']} of {run.config.learner.versions} in {clock(ending.wall_s)}{start}, {_plural(ending.num_restarts, 'restart')}"
     if lacking := int(rows[-1]["version"]) - len({row["version"] for row in rows}):
         yield "metrics", f"metrics.jsonl lacks the rows of {_plural(lacking, 'version')}: lines of it were lost"
     roles = ", ".join(f"{name} {seconds:.0f}" for name, seconds in ending.cpu_s.items())
-    yield "CPU seconds", f"{sum(ending.cpu_s.values()):.0f}: {roles}"
+    yield "CPU seconds", f"{sum(ending.cpu_s.values()):.0f}{start}: {roles}"
     for name, metric in (("success", "train/success"), ("reward", "train/reward_mean")):
         values = [float(row[metric]) for row in rows if row.get(metric) is not None]
         if values:
@@ -248,9 +254,13 @@ def _next_commands(run: Run, ending: Ending, picture: Path) -> Iterator[tuple[st
     yield "close the books", f"{_runnable('rollstream')} audit {folder}"
     yield "all the numbers", f"{_runnable('tensorboard')} --logdir {folder}/tensorboard"
     if ending.exit_code != 0:
-        yield "go on", shlex.join([_runnable("rollstream"), *ending.arguments, "--resume"])
+        yield "go on", _go_on(ending)
     else:
         yield "your own task", 'README.md, "Your own environment, tonight"'
+
+
+def _go_on(ending: Ending) -> str:
+    return shlex.join([_runnable("rollstream"), *ending.arguments, "--resume"])
 
 
 def _runnable(name: str) -> str:

@@ -107,7 +107,17 @@ class LogTail:
             self.learner_said = found["message"]
         if found["level"] in _WARNINGS:
             self.num_warnings += 1
-            self.last_warning = f"logs/{role}.log: {found['message']}"
+            self.last_warning = f"logs/{role}.log: {_told(found['message'])}"
+
+
+def _told(message: str) -> str:
+    """A warning for people, who may see only its beginning: what it was, and what to do about it before all else."""
+    remedy = re.search(r"remedy=(['\"])(?P<text>.*?)\1", message)
+    return (
+        message
+        if remedy is None
+        else f"{message[: remedy.start()].split(' ')[0]}: {remedy['text']} ({(message[: remedy.start()] + message[remedy.end() :]).strip()})"
+    )
 
 
 def warnings_in(folder: Path) -> tuple[int, str]:
@@ -116,7 +126,7 @@ def warnings_in(folder: Path) -> tuple[int, str]:
     for path in folder.glob("*.log"):
         with path.open(encoding="utf-8", errors="replace") as file:
             lines = filter(None, map(_LOG_LINE.match, file))
-            found += [(line["ts"], f"logs/{path.name}: {line['message']}") for line in lines if line["level"] in _WARNINGS]
+            found += [(line["ts"], f"logs/{path.name}: {_told(line['message'])}") for line in lines if line["level"] in _WARNINGS]
     return len(found), max(found, default=("", ""))[1]
 
 

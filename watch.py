@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import textwrap
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,7 +30,7 @@ from .tail import LogTail, MetricsTail, Row, clock, smoothed
 SPARKS = "▁▂▃▄▅▆▇█"
 PLAIN_EVERY_S = 5.0
 """Seconds between two plain lines."""
-WARNING_CHARACTERS = 120
+WARNING_CHARACTERS = 160
 """Of the last warning that are shown."""
 RATE_WINDOW_S = 5.0
 """Seconds over which tokens per second are taken."""
@@ -211,7 +212,7 @@ def preparing(snapshot: Snapshot) -> str:
     warmup = re.match(r"warmup_step=(\d+)/(\d+)", snapshot.learner_said)
     if warmup is not None and warmup[1] != warmup[2]:
         return f"in warm-up, step {warmup[1]} of {warmup[2]}"
-    return "starts" if snapshot.learner_said.startswith("event=started") or not snapshot.learner_said else "is ready"
+    return "starts, loading PyTorch" if snapshot.learner_said.startswith("event=started") or not snapshot.learner_said else "is ready"
 
 
 def panel(snapshot: Snapshot, rows: Sequence[Row], rates: Mapping[str, float], *, width: int) -> RenderableType:
@@ -257,7 +258,7 @@ def _numbers(snapshot: Snapshot, rows: Sequence[Row], rates: Mapping[str, float]
 def _warnings(snapshot: Snapshot) -> str:
     """How many there were, and the last one: which alarm it was, and which log has it."""
     num, last = snapshot.warnings
-    return f"{num}, last in {last if len(last) <= WARNING_CHARACTERS else f'{last[:WARNING_CHARACTERS]}…'}"
+    return f"{num}, last in {textwrap.shorten(last, WARNING_CHARACTERS, placeholder=' …')}"
 
 
 def _line(label: str, value: str, *, style: str = "") -> Text:

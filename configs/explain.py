@@ -48,7 +48,7 @@ def parts(section: type[Section] = Config, path: str = "", role: str = "", may_b
     inner = {name: _sections(field.annotation) for name, field in fields.items()}
     kind = str(typing.get_args(fields["kind"].annotation)[0]) if typing.get_origin(getattr(fields.get("kind"), "annotation", None)) is Literal else ""
     keys = tuple(_key(path, name, field, section) for name, field in fields.items() if not inner[name])
-    yield Part(path, kind, " ".join([*inspect.cleandoc(section.__doc__ or "").split(), *role.split()]), keys, may_be_null)
+    yield Part(path, kind, _plain(f"{inspect.cleandoc(section.__doc__ or '')} {role}"), keys, may_be_null)
     for name, found in inner.items():
         listed = "[]" if typing.get_origin(fields[name].annotation) is tuple else ""
         for member in found:
@@ -65,7 +65,7 @@ def meaning_of(section: type[Section], name: str) -> str:
     """What a key means; of a section, and of the ``kind`` that chose it, the first sentence of its class."""
     field = section.model_fields[name]
     if field.description:
-        return " ".join(field.description.split())
+        return _plain(field.description)
     found = _sections(field.annotation)
     if name == "kind":
         return _first_sentence(section)
@@ -152,5 +152,9 @@ def _bound(field: FieldInfo) -> str:
 
 
 def _first_sentence(section: type[Section]) -> str:
-    text = " ".join(inspect.cleandoc(section.__doc__ or "").split())
-    return text.partition(". ")[0].rstrip(".") + "."
+    return _plain(inspect.cleandoc(section.__doc__ or "")).partition(". ")[0].rstrip(".") + "."
+
+
+def _plain(text: str) -> str:
+    """One line; docstrings mark code with two backticks, people with one."""
+    return " ".join(text.replace("``", "`").split())

@@ -122,7 +122,7 @@ class Loss(Section):
     self_normalise: bool = False
     """Divide the correction weight by its mean over the batch."""
     nonfinite: Literal["raise", "drop"] = "raise"
-    """A number that is not finite refuses the batch (raise), or its token leaves the loss (drop)."""
+    """A log-probability that is not finite refuses the batch (raise), or its token leaves the loss (drop; not with GAE, V-trace, KL in the reward)."""
 
 
 class Value(Section):

@@ -28,18 +28,14 @@ def _section(part: Part) -> str:
     title = f"`{part.path}`" if part.path else "Top level"
     kind = f", kind `{part.kind}`" if part.kind else ""
     rows = "\n".join(_row(key) for key in part.keys)
-    return f"## {title}{kind}\n\n{_plain(part.text)}\n\n| key | type | bound | default | meaning |\n| --- | --- | --- | --- | --- |\n{rows}\n"
+    table = f"\n| key | type | bound | default | meaning |\n| --- | --- | --- | --- | --- |\n{rows}\n" if rows else ""
+    return f"## {title}{kind}\n\n{part.text}\n{table}"
 
 
 def _row(key: Key) -> str:
     default = f"`{key.default}`" if key.default else ""
-    cells = (f"`{key.path.rpartition('.')[2]}`", key.type, key.bound, default, _plain(key.meaning))
+    cells = (f"`{key.path.rpartition('.')[2]}`", key.type, key.bound, default, key.meaning)
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
-
-
-def _plain(text: str) -> str:
-    """Docstrings mark code with two backticks, Markdown with one."""
-    return text.replace("``", "`")
 
 
 if __name__ == "__main__":

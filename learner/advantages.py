@@ -15,6 +15,7 @@ import numpy.typing as npt
 from ..buffer.shaping import is_degenerate
 from ..configs.learner_schema import Advantage
 from ..errors import ConfigError, DataRefused
+from .registered import array_like, calling
 
 Bool = npt.NDArray[np.bool_]
 Float64 = npt.NDArray[np.float64]
@@ -53,6 +54,7 @@ class Scores:
 
 AdvantageMode = Callable[[Scores], Float64]
 _MODES: dict[str, AdvantageMode] = {}
+_KEY = "learner.advantage.mode"
 
 
 def register_advantage(name: str) -> Callable[[AdvantageMode], AdvantageMode]:
@@ -96,7 +98,7 @@ def compute_advantages(
     ``lengths`` are tokens per trajectory, for ``opo``.
 
     Raises :class:`DataRefused`: a non-finite advantage or a non-finite reward of an included trajectory, by name; shapes that disagree.
-    Raises :class:`ConfigError`: an unknown mode.
+    Raises :class:`ConfigError`: an unknown mode, or one that gave what does not fit.
     """
     mode = advantage_named(config.mode)
     num = len(rewards)
@@ -115,8 +117,9 @@ def compute_advantages(
         raise DataRefused("learner.advantage.mode opo weighs rewards by length and the batch carries no lengths")
     sizes = np.ones(num, np.int64) if lengths is None else lengths.astype(np.int64)
     scores = Scores(clean, group.astype(np.int64), len(unique), included, degenerate, sizes, config)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        advantages = np.where(degenerate, 0.0, mode(scores))
+    with np.errstate(divide="ignore", invalid="ignore"), calling(_KEY, config.mode):
+        given = mode(scores)
+    advantages = np.where(degenerate, 0.0, array_like(given, (num,), "advantages", _KEY, config.mode))
     refuse_non_finite("advantage", advantages, np.ones(num, np.bool_), names)
     return advantages, degenerate
 

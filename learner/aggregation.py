@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import ConfigError, DataRefused
+from .registered import array_like, calling
 
 Float64 = npt.NDArray[np.float64]
 Int64 = npt.NDArray[np.int64]
@@ -39,6 +40,7 @@ class Counts:
 
 AggregationMode = Callable[[Counts], Float64]
 _MODES: dict[str, AggregationMode] = {}
+_KEY = "learner.loss.agg"
 
 
 def register_aggregation(name: str) -> Callable[[AggregationMode], AggregationMode]:
@@ -74,7 +76,7 @@ def row_weights(
 
     ``row_counts`` are active tokens per row; ``row_trajectory`` and ``row_group`` are ids per row (any non-negative integers, all ``[B]``).
 
-    Raises :class:`ConfigError`: an unknown mode, or one that needs ``length`` or ``const`` without it.
+    Raises :class:`ConfigError`: an unknown mode, one that needs ``length`` or ``const`` without it, or one that gave what does not fit.
     """
     function = aggregation_named(mode)
     if not len(row_counts) == len(row_trajectory) == len(row_group):
@@ -85,9 +87,12 @@ def row_weights(
     counts = Counts(row, trajectory, group, int(np.count_nonzero(row)), num_trajectories, num_groups, length, const)
     if counts.num_rows == 0:
         return np.zeros(len(row), np.float64)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        weights = np.asarray(function(counts), np.float64)
-    return np.where(row > 0, weights, 0.0)
+    with np.errstate(divide="ignore", invalid="ignore"), calling(_KEY, mode):
+        given = function(counts)
+    weights = np.where(row > 0, array_like(given, row.shape, "weights", _KEY, mode), 0.0)
+    if not np.isfinite(weights).all():
+        raise ConfigError(f"{_KEY} {mode} gave the weight {weights[~np.isfinite(weights)][0]}: only finite numbers train")
+    return weights
 
 
 def _unit_counts(row_counts: Int64, ids: npt.NDArray[np.integer]) -> tuple[Int64, int]:

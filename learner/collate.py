@@ -22,6 +22,7 @@ from ..buffer.header import header_of
 from ..buffer.types import Batch, Header, Segment
 from ..errors import DataRefused, StreamError
 from .attention import Layout, layout_of
+from .masks import MAX_LOGPROB, as_mask
 from .plan import Plan, Rows, StaleLimit
 from .tokens import Tokens
 
@@ -105,11 +106,15 @@ class MicroBatch:
         return int(self.input_ids.shape[1])
 
 
-def flatten(batch: Batch, max_lag: int) -> Flat:
+def flatten(batch: Batch, max_lag: int, *, vocabulary: int | None = None, drop: bool = False) -> Flat:
     """Lays ``batch`` end to end.
 
-    Raises :class:`DataRefused`, naming the trajectory, for what must not train: mixed temperatures, sampling from a truncated distribution, a trained
-    first token, log-probabilities that are none. Raises :class:`StreamError` for rows that are not those the header describes.
+    ``vocabulary`` is how many token ids the policy has, None where nobody asks. With ``drop`` (``learner.loss.nonfinite``) log-probabilities that are not
+    finite pass here: the objective takes their tokens out.
+
+    Raises :class:`DataRefused`, naming the trajectory, for what must not train: mixed temperatures, sampling from a truncated distribution, arrays of
+    different length, masks that are neither 0 nor 1, unknown token ids, a trained first token, log-probabilities that are none. Raises
+    :class:`StreamError` for rows that are not those the header describes.
     """
     header = header_of(batch)
     if not header.group_ids:
@@ -118,6 +123,8 @@ def flatten(batch: Batch, max_lag: int) -> Flat:
     rows = _rows(batch, header, names, max_lag)
     mine = _rows_of(batch, header)
     segments = [segment for trajectory in batch.trajectories for segment in trajectory.segments]
+    for row, segment in zip(mine.tolist(), segments, strict=True):
+        _check_arrays(segment, names[rows.row_trajectory[row]])
     offsets = np.concatenate([[0], np.cumsum([segment.num_tokens for segment in segments], dtype=np.int64)])
     flat = Flat(
         rows,
@@ -133,8 +140,19 @@ def flatten(batch: Batch, max_lag: int) -> Flat:
     found = np.diff(flat.offsets), np.array([segment.num_trained_tokens for segment in segments], np.int64)
     if not all(map(np.array_equal, found, expected)):
         raise StreamError(f"batch {batch.version}: rows came that are not as long as its header says; run `rollstream audit`")
-    _check_tokens(flat)
+    _check_tokens(flat, vocabulary, drop=drop)
     return flat
+
+
+def _check_arrays(segment: Segment, name: str) -> None:
+    """Refuses arrays that do not describe the same tokens: laid end to end they would shift all that follow."""
+    lengths = {len(segment.token_ids), len(segment.loss_mask), len(segment.behaviour_logprobs)}
+    if len(lengths) > 1:
+        raise DataRefused(
+            f"{name} has {len(segment.token_ids)} token ids, {len(segment.loss_mask)} of loss_mask and {len(segment.behaviour_logprobs)} "
+            "behaviour log-probabilities in a segment: one of each per token is needed"
+        )
+    as_mask(segment.loss_mask, f"loss_mask of {name}")
 
 
 def _rewarded_turns(segments: list[Segment], offsets: Int64, row_trajectory: npt.NDArray[np.integer], names: tuple[str, ...]) -> Turns:
@@ -199,7 +217,7 @@ def _sampling_temperature(header: Header, names: tuple[str, ...]) -> float:
     return first
 
 
-def _check_tokens(flat: Flat) -> None:
+def _check_tokens(flat: Flat, vocabulary: int | None, *, drop: bool) -> None:
     """Refuses what no later step could see: a first token that trains has nothing before it that scores it."""
     offsets, mask, logprobs = flat.offsets, flat.loss_mask, flat.behaviour_logprobs
 
@@ -212,7 +230,15 @@ def _check_tokens(flat: Flat) -> None:
     if first.any():
         name, _ = name_of(int(starts[first][0]))
         raise DataRefused(f"{name} trains on the first token of a segment: nothing scores it; its loss_mask has to be 0 there")
-    wrong = mask & ~(np.isfinite(logprobs) & (logprobs <= 1e-4))
+    unknown = (flat.token_ids < 0) | (flat.token_ids >= (np.iinfo(np.int32).max if vocabulary is None else vocabulary))
+    if unknown.any():
+        at = int(np.flatnonzero(unknown)[0])
+        name, token = name_of(at)
+        raise DataRefused(
+            f"{name} has token id {flat.token_ids[at]} at token {token}: the policy knows 0 to {(vocabulary or 0) - 1}; was it sampled from another?"
+        )
+    finite = np.isfinite(logprobs)
+    wrong = mask & np.where(finite, logprobs > MAX_LOGPROB, not drop)
     if wrong.any():
         at = int(np.flatnonzero(wrong)[0])
         name, token = name_of(at)

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..configs.learner_schema import Correction
 from ..errors import ConfigError
 from .ratios import bounded_exp
+from .registered import calling, tensor_like
 from .segments import Segments
 
 CorrectionLevel = Callable[[Tensor, Segments], Tensor]
@@ -69,13 +70,22 @@ def check_rule(rule: Correction) -> None:
 
 
 def correction_weight(log_rho: Tensor, units: Segments, rules: Sequence[Correction]) -> CorrectionWeight:
-    """The product of all rules, ``log_rho [P]`` = d(sg p, u). ``units`` are rows or whole trajectories; without rules w is 1."""
+    """The product of all rules, ``log_rho [P]`` = d(sg p, u). ``units`` are rows or whole trajectories; without rules w is 1.
+
+    Raises :class:`ConfigError`: a registered level or mode gave what does not fit.
+    """
     weight = units.mask.to(torch.float64)
     hit = torch.zeros_like(units.mask)
     for rule in rules:
         low = float("-inf") if rule.low is None else rule.low
         high = float("inf") if rule.high is None else rule.high
-        factor, outside = _MODES[rule.mode](_LEVELS[rule.level](log_rho, units), low, high)
+        with calling("correction level", rule.level):
+            given = _LEVELS[rule.level](log_rho, units)
+        statistic = tensor_like(given, log_rho, "a statistic", "correction level", rule.level)
+        with calling("correction mode", rule.mode):
+            factor, outside = _MODES[rule.mode](statistic, low, high)
+        for value, what in ((factor, "a factor"), (outside, "flags")):
+            tensor_like(value, log_rho, what, "correction mode", rule.mode)
         weight = weight * torch.where(units.mask, factor, torch.zeros_like(factor))
         hit = hit | (outside & units.mask)
     return CorrectionWeight(weight, hit)

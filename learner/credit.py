@@ -15,10 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ..configs.learner_schema import Advantage, Loss
+from ..errors import DataRefused
 from .collate import Flat
 from .plan import Plan
+from .registered import array_like, calling, of_kind
 from .returns import returns_to_go
-from .token_advantages import TokenAdvantages, TokenScores, token_mode
+from .token_advantages import TokenAdvantages, TokenMode, TokenScores, token_mode
 
 Float64 = npt.NDArray[np.float64]
 Int64 = npt.NDArray[np.int64]
@@ -85,7 +87,7 @@ def assign(flat: Flat, plan: Plan, loss: Loss, advantage: Advantage, scored: Sco
         after = scored.after[walk.trajectories] if advantage.bootstrap and scored.after is not None else np.zeros(len(walk.trajectories))
         rewards = _placed(flat, plan, walk) + penalty
         prox = walk.pad(scored.prox)
-        found = entry.function(TokenScores(rewards, walk.mask, walk.pad(flat.behaviour_logprobs), prox, values, after, advantage))
+        found = _of_mode(entry.function, TokenScores(rewards, walk.mask, walk.pad(flat.behaviour_logprobs), prox, values, after, advantage))
     advantages = found.advantages
     num, mean, spread = _moments(advantages[walk.mask], add)
     if advantage.whiten or advantage.mode == "whiten":  # as returns.whiten, over all ranks
@@ -95,6 +97,17 @@ def assign(flat: Flat, plan: Plan, loss: Loss, advantage: Advantage, scored: Sco
     if found.targets is not None:
         metrics |= _fit(found.targets[walk.mask], values[walk.mask], add)
     return Credit(walk.spread(advantages), None if found.targets is None else walk.spread(found.targets), metrics)
+
+
+def _of_mode(mode: TokenMode, scores: TokenScores) -> TokenAdvantages:
+    """What the mode gave, one finite number for every token that trains."""
+    key, name = "learner.advantage.mode", scores.config.mode
+    with calling(key, name):
+        found = of_kind(mode(scores), TokenAdvantages, key, name)
+    for what, values in (("advantages", found.advantages), ("targets", found.targets)):
+        if values is not None and not np.isfinite(array_like(values, scores.mask.shape, what, key, name)[scores.mask]).all():
+            raise DataRefused(f"{key} {name} gave {what} that are not finite: only finite numbers train")
+    return found
 
 
 def kl_of(kind: str, prox: Float64, ref: Float64) -> Float64:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from torch import Tensor
 
 from ..buffer.shaping import overlong_penalty
@@ -27,6 +27,7 @@ from .stats import Stats
 from .tokens import Tokens
 
 Case = dict[str, Any]
+Settings = TypeVar("Settings", bound=BaseModel)
 Float64 = npt.NDArray[np.float64]
 Bool = npt.NDArray[np.bool_]
 
@@ -86,9 +87,14 @@ def loss_config(hyper: dict[str, Any]) -> Loss:
     """The configuration section of a case's hyper-parameters. Bounds a rule's mode does not read are left out."""
     values = {_LOSS_KEYS.get(key, key): value for key, value in hyper.items() if key not in _OTHER_KEYS}
     rules: list[Case] = values.pop("correction", None) or []
+    read = tuple(section(Correction, {**rule, "low": None} if rule["mode"] == "truncate" else rule) for rule in rules)
+    return section(Loss, {**values, "correction": read})
+
+
+def section(kind: type[Settings], values: dict[str, Any]) -> Settings:
+    """A section of the configuration. Raises :class:`ConfigError`."""
     try:
-        read = tuple(Correction.model_validate({**rule, "low": None} if rule["mode"] == "truncate" else rule) for rule in rules)
-        return Loss(**values, correction=read)
+        return kind.model_validate(values)
     except ValidationError as error:
         raise ConfigError(f"hyper-parameters: {error.errors()[0]['msg']} at {error.errors()[0]['loc']}") from error
 
@@ -100,7 +106,7 @@ def advantage_kind(case: Case, dtype: str) -> Case:
     included = as_mask(array(inputs["include"], "include"), "include") if "include" in inputs else None
     lengths = array(inputs["lengths"], "lengths").astype(np.int64) if "lengths" in inputs else None
     groups = ids(inputs["groups"], len(rewards), "groups")
-    advantages, degenerate = compute_advantages(rewards, groups, Advantage(**case["hyper"]), included=included, lengths=lengths)
+    advantages, degenerate = compute_advantages(rewards, groups, section(Advantage, case["hyper"]), included=included, lengths=lengths)
     return {"advantages": advantages.tolist(), "degenerate": degenerate.astype(int).tolist()}
 
 
@@ -133,7 +139,7 @@ def kl_reward_kind(case: Case, dtype: str) -> Case:
 
 def overlong_kind(case: Case, dtype: str) -> Case:
     """The soft overlong penalty."""
-    return {"penalty": overlong_penalty(array(case["inputs"]["lengths"], "lengths").astype(np.int64), Overlong(**case["hyper"])).tolist()}
+    return {"penalty": overlong_penalty(array(case["inputs"]["lengths"], "lengths").astype(np.int64), section(Overlong, case["hyper"])).tolist()}
 
 
 def logprobs_kind(case: Case, dtype: str) -> Case:
@@ -160,7 +166,10 @@ def mask_kind(case: Case, dtype: str) -> Case:
 def staleness_kind(case: Case, dtype: str) -> Case:
     """The staleness filter at any level."""
     mask = _mask(case)
-    versions = np.where(mask, array(case["inputs"]["versions"], "versions"), 0).astype(np.int64)
+    given = array(case["inputs"]["versions"], "versions")
+    if given.shape != mask.shape or not (np.isfinite(given[mask]) & (given[mask] == np.round(given[mask]))).all():
+        raise DataRefused(f"versions have shape {given.shape} for a mask {mask.shape}: every active token needs the whole number of its version")
+    versions = np.where(mask, given, 0).astype(np.int64)
     hyper = case["hyper"]
     level: Level = hyper.get("level", "row")
     units = None
@@ -193,7 +202,7 @@ def pipeline_kind(case: Case, dtype: str) -> Case:
     if "overlong" in hyper:
         advantage["overlong"] = hyper["overlong"]
     mask = _mask(case)
-    decided = plan(_rows(inputs, hyper.get("stale"), mask), loss, Advantage(**advantage), degenerate)
+    decided = plan(_rows(inputs, hyper.get("stale"), mask), loss, section(Advantage, advantage), degenerate)
     shape = mask.shape
     kept = decided.mask.reshape(shape)
     grid = Grid(

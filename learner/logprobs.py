@@ -119,6 +119,7 @@ class _TokenLogprobs(torch.autograd.Function):
             rows = hidden[part].to(dtype)
             logp = _logits(rows, head, offset, temperature).sub_(top[part, None]).sub_(log_norm[part, None])
             grad = _grad_logits(logp, targets[part], _part(grad_logprobs, part), _part(grad_entropy, part), _part(entropy, part)).div_(temperature)
+            rows = _without_spoilt(rows, grad, log_norm[part], _part(grad_logprobs, part), _part(grad_entropy, part))
             if grad_hidden is not None:
                 grad_hidden[part] = (grad @ head.t()).to(hidden.dtype)
             if grad_weight is not None:
@@ -128,6 +129,18 @@ class _TokenLogprobs(torch.autograd.Function):
         cast_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         cast_bias = None if grad_bias is None or bias is None else grad_bias.to(bias.dtype)
         return (grad_hidden, cast_weight, cast_bias, *nothing)
+
+
+def _without_spoilt(rows: Tensor, grad: Tensor, log_norm: Tensor, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> Tensor:
+    """``rows [chunk, H]`` with zeros, and ``grad [chunk, V]`` too, where logits were not finite and nothing asks for a gradient: 0 times NaN is NaN."""
+    spoilt = ~torch.isfinite(log_norm)
+    if not spoilt.any():
+        return rows
+    for asked in (grad_logprobs, grad_entropy):
+        if asked is not None:
+            spoilt = spoilt & (asked == 0)
+    grad.masked_fill_(spoilt[:, None], 0.0)
+    return rows.masked_fill(spoilt[:, None], 0.0)
 
 
 def _part(values: Tensor | None, part: slice) -> Tensor | None:

@@ -117,7 +117,8 @@ def learn_from(run: Run, source: BatchSource, stop: threading.Event, ranks: Rank
             if taken is None:
                 break
             data, done = _make_version(run, held, stepper, taken, source, publisher, stop)
-            _advance(held, taken.batch, None if done.update.stepped else why_skipped(taken.batch, data), config.alarms.max_skipped)
+            skipped = None if done.update.stepped else why_skipped(taken.batch, data, done.gradients.metrics, config.loss)
+            _advance(held, taken.batch, skipped, config.alarms.max_skipped)
             if ranks.leads:
                 source.trained(held.version)
             _tell(source, publisher)

@@ -1,4 +1,4 @@
-"""Masks: which tokens train."""
+"""Masks: which tokens train, and what may be the log-probability of one."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ import numpy.typing as npt
 from ..errors import DataRefused
 
 Bool = npt.NDArray[np.bool_]
+
+MAX_LOGPROB = 1e-4
+"""A log-probability may exceed 0 by float noise only; more means somebody negated it."""
 
 
 def as_mask(values: npt.ArrayLike, name: str = "loss_mask") -> Bool:

@@ -18,18 +18,20 @@ in the dtype it came in. A step with one update per batch:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..configs.learner_schema import Loss
 from ..errors import ConfigError
-from .aggregation import aggregation_named
+from .aggregation import row_weights
 from .corrections import CorrectionWeight, check_rule, correction_weight, self_normalised
 from .kl import kl_estimate
-from .losses import Terms, loss_named
+from .losses import PerToken, Terms, loss_named
 from .ratios import log_ratio
+from .registered import calling, of_kind, tensor_like
 from .segments import Segments
 from .stats import Measured, Stats
 from .tokens import Anchored, Tokens, anchor
@@ -57,7 +59,8 @@ class Objective:
     def __init__(self, loss: Loss) -> None:
         self.config = loss
         self._entry = loss_named(loss.kind)
-        aggregation_named(loss.agg)
+        one = np.zeros(1, np.int64)
+        row_weights(one + 1, one, one, loss.agg, length=loss.agg_length, const=loss.agg_const)
         for rule in loss.correction:
             check_rule(rule)
         if self._entry.check is not None:
@@ -104,7 +107,11 @@ class Objective:
         with torch.no_grad():
             a = self._anchor(x, tokens, None)
             correction = self._correction(a, tokens) if self._whole_batch_weight else None
-            trust = None if self._entry.batch_trust is None else self._entry.batch_trust(a.d_mu, a.adv, a.mask, self.config)
+            trust = None
+            if self._entry.batch_trust is not None:
+                with calling("learner.loss.kind", self.config.kind):
+                    trust = self._entry.batch_trust(a.d_mu, a.adv, a.mask, self.config)
+                tensor_like(trust, x, "batch_trust", "learner.loss.kind", self.config.kind)
         return BatchTerms(correction.weight if correction else None, correction.hit if correction else None, trust)
 
     def __call__(self, x: Tensor, tokens: Tokens, entropy: Tensor | None = None) -> tuple[Tensor, Stats]:
@@ -114,7 +121,7 @@ class Objective:
         token the loss is 0 with gradient 0, still connected to ``x``.
 
         Raises :class:`DataRefused`: a non-finite x, p, u, advantage, or a log-probability above 1e-4 on an active token; shapes that disagree.
-        Raises :class:`ConfigError`: an input this objective needs is missing.
+        Raises :class:`ConfigError`: an input this objective needs is missing, or a registered function gave what does not fit.
         """
         loss, stats, _ = self.evaluate(x, tokens, entropy)
         return loss, stats
@@ -127,7 +134,7 @@ class Objective:
         a = self._anchor(x, tokens, entropy)
         correction = self._given_or_computed(a, tokens)
         trust = None if tokens.trust is None else tokens.trust | ~a.mask
-        per_token = self._entry.function(Terms(a.x, a.adv, a.log_mu, a.d_old, a.d_mu, a.mask, a.rows, config, trust))
+        per_token = self._per_token(Terms(a.x, a.adv, a.log_mu, a.d_old, a.d_mu, a.mask, a.rows, config, trust))
         weight = torch.where(self._off_policy_rows(a), 0.0, correction.weight)
         token_loss = weight * torch.where(a.mask, per_token.ell, 0.0)
 
@@ -157,6 +164,18 @@ class Objective:
             entropy=None if bits is None else bits.detach(),
         )
         return (a.agg * token_loss).sum(), Stats.measure(measured), weight
+
+    def _per_token(self, terms: Terms) -> PerToken:
+        """What the loss says of each token, in the shape of the tokens, its numbers still connected to x."""
+        key, name = "learner.loss.kind", self.config.kind
+        with calling(key, name):
+            found = of_kind(self._entry.function(terms), PerToken, key, name)
+        for field in fields(found):
+            if (value := getattr(found, field.name)) is not None:
+                tensor_like(value, terms.x, field.name, key, name)
+        if terms.x.requires_grad and not found.ell.requires_grad:
+            raise ConfigError(f"{key} {name} gave ell that does not depend on the live log-probabilities: it would train nothing; was terms.x detached?")
+        return found
 
     def _anchor(self, x: Tensor, tokens: Tokens, entropy: Tensor | None) -> Anchored:
         config = self.config

@@ -125,7 +125,9 @@ def plan(rows: Rows, loss: Loss, advantage: Advantage, degenerate: Literal["keep
     mask = mask & ~leaves[rows.row_trajectory][token_row]
     staleness = None
     if rows.stale is not None and rows.versions is not None:
-        staleness = drop_stale(rows.versions, mask, _units(rows, token_row), current=rows.stale.current, limit=rows.stale.limit)
+        staleness = drop_stale(
+            rows.versions, mask, _units(rows, token_row), current=rows.stale.current, limit=rows.stale.limit, name_of=lambda at: _where(rows, token_row, at)
+        )
         mask = staleness.keep
 
     row_counts = _active_tokens(mask, token_row, len(rows.row_trajectory))
@@ -152,6 +154,13 @@ def restrict(decided: Plan, rows: Rows, members: Bool, loss: Loss) -> Plan:
     weights = row_weights(counts, rows.row_trajectory, rows.groups[rows.row_trajectory], loss.agg, length=loss.agg_length, const=loss.agg_const)
     token_members = np.repeat(members, np.diff(rows.offsets))
     return replace(decided, mask=decided.mask & token_members, row_counts=counts, row_weight=weights, skip=not counts.any())
+
+
+def _where(rows: Rows, token_row: Int64, at: int) -> str:
+    """Sampled token number ``at`` as an error calls it."""
+    row = int(token_row[at])
+    trajectory = int(rows.row_trajectory[row])
+    return f"{rows.names[trajectory] if rows.names else f'trajectory {trajectory}'}: sampled token {at - int(rows.offsets[row])} of row {row}"
 
 
 def _active_tokens(mask: Bool, units: npt.NDArray[np.integer], num: int) -> Int64:

@@ -42,7 +42,9 @@ ACCELERATOR_TOLERANCE = 1e-4
 DIGEST = "weights/digest"
 """Name of the figure that is the digest of the new weights."""
 
-_FOLLOWS = re.compile(r"(train|loss|optim|value)/(?!.*_s(_|$))|learner/padding_share$")
+_FOLLOWS = re.compile(r"(train|loss|optim|value)/(?!.*_s(_|$))")
+_PACKING = "learner/padding_share"
+"""How rows were packed, which several ranks do apart and a replay does as one."""
 _NO_ALARMS = Alarms(ess_warn=None, ess_stop=None, kl_warn=None, trust_masked_warn=None)
 
 Figure = float | int | str
@@ -99,9 +101,8 @@ def replay(run: Run, version: int, lineage: int | None = None, what_if: Callable
             skipped += not _train(stepper, source.batch(earlier), skipped)[1]
         digest = source.digest(version)
     changed = stepper if what_if is None else _under(what_if(run.config), run, stepper)
-    found = _figures(_train(changed, last, skipped)[0])
-    recorded = _figures(row)
     exact = run.config.learner.device == "cpu" and run.config.learner.policy.kind == "single"
+    found, recorded = (_figures(figures, packing=exact) for figures in (_train(changed, last, skipped)[0], row))
     if what_if is None and exact and digest is not None:
         recorded[DIGEST], found[DIGEST] = digest, digest_of(stepper.policy.model, saved.model_folder)
     return Replayed(version, last.lineage, saved.version, recorded, found, 0.0 if exact else ACCELERATOR_TOLERANCE)
@@ -118,9 +119,10 @@ def _train(stepper: Stepper, batch: Batch, skipped: int) -> tuple[dict[str, floa
     return row_of(data_figures(batch, work, stepper.config.envs), done, skipped=skipped + (not done.update.stepped), seconds={}), done.update.stepped
 
 
-def _figures(row: Mapping[str, Any]) -> dict[str, Figure]:
-    """What follows from batch and weights, as it is written."""
-    return {name: as_written(value) for name, value in row.items() if _FOLLOWS.match(name) and math.isfinite(value)}
+def _figures(row: Mapping[str, Any], *, packing: bool) -> dict[str, Figure]:
+    """What follows from batch and weights, as it is written; with ``packing`` also how the rows were packed."""
+    chosen = {name: value for name, value in row.items() if _FOLLOWS.match(name) or (packing and name == _PACKING)}
+    return {name: as_written(value) for name, value in chosen.items() if math.isfinite(value)}
 
 
 def _recorded_row(run: Run, lineage: int, version: int) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import DataRefused
+from .masks import MAX_LOGPROB
 
 Bool = npt.NDArray[np.bool_]
 Float64 = npt.NDArray[np.float64]
@@ -93,7 +94,7 @@ def vtrace(
     A_t = rho_t (r_t + gamma v_{t+1} - V_t)
     """
     rewards, values = _clean(rewards, mask, "reward"), _clean(values, mask, "value")
-    log_ratio = _clean(cur, mask, "cur") - _clean(mu, mask, "mu")
+    log_ratio = _logprobs(cur, mask, "cur") - _logprobs(mu, mask, "mu")
     ratio = np.exp(np.clip(log_ratio, -LOG_RATIO_BOUND, LOG_RATIO_BOUND))
     rho, c = np.minimum(rho_bar, ratio), lam * np.minimum(c_bar, ratio)
     next_value = next_target = _bootstrap(bootstrap, len(mask))
@@ -113,14 +114,14 @@ def kl_reward(rewards: Float64, prox: Float64, ref: Float64, mask: Bool, *, coef
 
     Unbiased on-policy, unlike k1 in the loss (algorithms, section 6).
 
-    Raises :class:`DataRefused`: a non-finite reward, or a non-finite log-probability on an active token.
+    Raises :class:`DataRefused`: a non-finite reward, or on an active token a log-probability that is not finite or above 1e-4.
     """
     if rewards.shape != (len(mask),):
         raise DataRefused(f"rewards have shape {rewards.shape}, there are {len(mask)} rows: one reward per row is needed")
     if not np.isfinite(rewards).all():
         row = int(np.flatnonzero(~np.isfinite(rewards))[0])
         raise DataRefused(f"reward of row {row} is {rewards[row]}: only finite numbers train; an episode that was not scored must say so")
-    token_rewards = np.where(mask, -coef * (_clean(prox, mask, "prox") - _clean(ref, mask, "ref")), 0.0)
+    token_rewards = np.where(mask, -coef * (_logprobs(prox, mask, "prox") - _logprobs(ref, mask, "ref")), 0.0)
     some = mask.any(axis=1)
     last = mask.shape[1] - 1 - np.argmax(mask[:, ::-1], axis=1) if mask.shape[1] else np.zeros(len(mask), np.int64)
     token_rewards[some, last[some]] += rewards[some]
@@ -155,6 +156,15 @@ def _active(values: Float64, mask: Bool, name: str) -> Float64:
         row, token = (int(axis[0]) for axis in np.nonzero(mask & ~np.isfinite(values)))
         raise DataRefused(f"{name} of row {row} token {token} is {values[row, token]}: only finite numbers train")
     return active
+
+
+def _logprobs(values: Float64, mask: Bool, name: str) -> Float64:
+    """The values with masked positions 0; refused as well where one is no log-probability."""
+    clean = _clean(values, mask, name)
+    if (clean > MAX_LOGPROB).any():
+        row, token = (int(axis[0]) for axis in np.nonzero(clean > MAX_LOGPROB))
+        raise DataRefused(f"{name} of row {row} token {token} is {values[row, token]}: a log-probability cannot exceed 0 (by more than {MAX_LOGPROB})")
+    return clean
 
 
 def _clean(values: Float64, mask: Bool, name: str) -> Float64:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -30,11 +31,19 @@ class Staleness:
     tokens_by_lag: Int64
 
 
-def drop_stale(versions: npt.NDArray[np.integer], mask: Bool, units: npt.NDArray[np.integer] | None, *, current: int, limit: int) -> Staleness:
+def drop_stale(
+    versions: npt.NDArray[np.integer],
+    mask: Bool,
+    units: npt.NDArray[np.integer] | None,
+    *,
+    current: int,
+    limit: int,
+    name_of: Callable[[int], str] = "token {}".format,
+) -> Staleness:
     """Masks out every unit whose oldest active token is more than ``limit`` versions behind ``current``; exactly ``limit`` stays.
 
     ``versions`` and ``mask`` are ``[P]``; ``units`` is ``[P]``, the row, trajectory or group of each token, or None to judge every token by itself. Tags at
-    masked positions are ignored. s = V - v (algorithms, section 8).
+    masked positions are ignored. s = V - v (algorithms, section 8). ``name_of`` says in errors where token number p is.
 
     Raises :class:`DataRefused`: an active token is newer than the learner, which is a bookkeeping error and no staleness.
     """
@@ -44,7 +53,7 @@ def drop_stale(versions: npt.NDArray[np.integer], mask: Bool, units: npt.NDArray
     if (lag < 0).any():
         at = int(np.flatnonzero(lag < 0)[0])
         raise DataRefused(
-            f"token {at} was sampled by version {int(versions[at])}, newer than the learner at {current}: the stream and the learner disagree on the lineage"
+            f"{name_of(at)} was sampled by version {int(versions[at])}, newer than the learner at {current}: the stream and the learner disagree on the lineage"
         )
     oldest = lag
     if units is not None:

@@ -93,6 +93,7 @@ class Stepper:
         self.optimizer = optimizer
         self._objective = Objective(config.learner.loss)
         self._cost = cost_of(policy.model)
+        self._vocabulary = int(policy.model.get_input_embeddings().weight.shape[0])
         self.num_steps = 0
         """How often the optimiser has changed the weights."""
         self._parameters, self._value_parameters = parameters_of(optimizer)
@@ -111,7 +112,7 @@ class Stepper:
     def plan(self, batch: Batch) -> Work:
         """As :meth:`prepare`, without a word to the other ranks."""
         learner = self.config.learner
-        flat = flatten(batch, self.config.buffer.max_lag)
+        flat = flatten(batch, self.config.buffer.max_lag, vocabulary=self._vocabulary, drop=learner.loss.nonfinite == "drop")
         decided = plan(flat.rows, learner.loss, learner.advantage, self.config.buffer.degenerate)
         if decided.staleness is not None and decided.staleness.dropped_tokens:
             logger.warning("version=%d dropped_stale_tokens=%d bound=%d", batch.version, decided.staleness.dropped_tokens, self.config.buffer.max_lag)
@@ -184,11 +185,12 @@ class Stepper:
         vectors = [torch.frombuffer(bytearray(part.stats), dtype=torch.float64) for part in found]
         whole = Stats.merge_packed(vectors, frozenset(name for part in found for name in part.has))
         metrics = {name: float(number) for name, number in whole.result().items()}
-        if not work.plan.skip:
+        skip = bool(metrics["skip_step"])  # also where nonfinite: drop left no token
+        if not skip:
             metrics["total"] = sum(part.total for part in found)
         values = [ValueStats(torch.tensor(part.value[0]), torch.tensor(part.value[1]), part.value[2]) for part in found if part.value is not None]
         num_tokens, num_cells = sum(part.num_tokens for part in found), sum(part.num_cells for part in found)
-        return Gradients(metrics, num_tokens, num_cells, time.perf_counter() - began, work.plan.skip, whole, sum(values[1:], values[0]) if values else None)
+        return Gradients(metrics, num_tokens, num_cells, time.perf_counter() - began, skip, whole, sum(values[1:], values[0]) if values else None)
 
     def update(self, version: int, gradients: Gradients) -> Update:
         """Clips and steps; a gradient that is not finite changes nothing, and nothing is left of it."""

@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 
 from ..errors import DataRefused
+from .masks import MAX_LOGPROB
 from .ratios import log_ratio
 from .segments import Segments
-
-MAX_LOGPROB = 1e-4
-"""A log-probability may exceed 0 by float noise only; more means somebody negated it."""
 
 
 @dataclass(frozen=True, slots=True)

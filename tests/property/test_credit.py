@@ -102,7 +102,10 @@ def laid_out(rng: np.random.Generator, advantage: Advantage, loss: Loss) -> tupl
     num = len(flat.token_ids)
     near = flat.behaviour_logprobs.astype(np.float64)
     scored = Scored(
-        prox=near + rng.normal(0, 0.7, num), ref=near + rng.normal(0, 0.5, num), values=rng.normal(0, 1, num), after=rng.normal(0, 1, len(batch.trajectories))
+        prox=-np.abs(near + rng.normal(0, 0.7, num)),
+        ref=-np.abs(near + rng.normal(0, 0.5, num)),
+        values=rng.normal(0, 1, num),
+        after=rng.normal(0, 1, len(batch.trajectories)),
     )
     assert flat.rows.truncated is not None
     assert scored.after is not None

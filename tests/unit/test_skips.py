@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rollstream.buffer.types import Batch, Header
+from rollstream.configs.learner_schema import Correction, Loss
 from rollstream.learner.skips import why_skipped
 
 
@@ -29,6 +30,17 @@ def batch(*rewards: float | None) -> Batch:
     ],
 )
 def test_the_cause_of_a_skipped_step_comes_with_its_remedy(rewards: tuple[float | None, ...], tokens: int, degenerate: int, cause: str, remedy: str) -> None:
-    told, what_to_do = why_skipped(batch(*rewards), {"train/tokens": tokens, "train/degenerate_groups": degenerate})
+    told, what_to_do = why_skipped(batch(*rewards), {"train/tokens": tokens, "train/degenerate_groups": degenerate}, {"total": 0.5}, Loss())
     assert told == cause
     assert remedy in what_to_do
+
+
+def test_a_loss_that_is_not_finite_is_told_by_the_names_of_what_made_it() -> None:
+    loss = Loss(kind="pg", correction=(Correction(level="token", mode="truncate", high=2.0),))
+    told, what_to_do = why_skipped(batch(1.0, 0.0), {"train/tokens": 9}, {"total": float("nan")}, loss)
+    assert told == "its loss was not finite (learner.loss.kind pg, correction token truncate)"
+    assert "learning_rate" not in what_to_do
+
+
+def test_a_step_whose_every_token_was_dropped_says_so() -> None:
+    assert why_skipped(batch(1.0, 0.0), {"train/tokens": 9}, {"skip_step": True}, Loss())[0] == "learner.loss.nonfinite drop took every token out"
