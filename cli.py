@@ -165,18 +165,23 @@ def show_config(
 def audit(run: RunArgument, debug: DebugOption = False) -> int:
     """Close the books of a run.
 
-    Groups per state, lag trained, drops, duplicates; exit code 1 where they do not close. Reads only; also while the run goes on.
+    Groups per state, lag trained, drops, duplicates, every byte of the log and of the checkpoints; exit code 1 where anything is wrong.
+    Reads only; also while the run goes on.
 
     \b
     Example:
       rollstream audit runs/quickstart
     """
     from .buffer.audit import audit as audit_run
+    from .buffer.audit_report import note
     from .configs.loader import load_run
+    from .learner.checkpoint import damaged_checkpoints
     from .summary import audit_lines
 
     del debug
-    report = audit_run(load_run(run).folder)
+    opened = load_run(run)
+    report = audit_run(opened.folder)
+    note(report, damaged_checkpoints(opened.checkpoints_folder))
     for line in audit_lines(report):
         typer.echo(line)
     return 0 if report.closes and not report.problems else 1

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 from .configs.checks import check_config, check_machine
-from .configs.claim import locked, try_folder
-from .configs.loader import create_run
+from .configs.claim import locked, try_folder, wait_for_roles
+from .configs.loader import create_run, load_run
 from .configs.run_folder import Run
 from .configs.schema import Config, FolderModel
 from .configs.schema import LocalLauncher as LocalSettings
@@ -35,6 +35,8 @@ def train(config: Config, *, resume: bool, view: View, fork: bool = False, from_
     """
     folder = check(config, resume=resume, fork=fork)
     with locked(folder):
+        if resume:
+            wait_for_roles(load_run(folder).stream_folder)
         run = create_run(config, resume=resume, fork=plan_fork(folder, config, from_version) if fork else None)
         if resume:
             make_way(run)

@@ -28,6 +28,8 @@ from .blob_store import blob_path, is_whole
 from .evaluation_tables import FIRST_GROUP
 from .ledger import Ledger
 from .lineages import Lineages
+from .log import refuse_without_ledger
+from .recovery import newest_version, refuse_older
 
 Ints = npt.NDArray[np.int64]
 
@@ -36,15 +38,16 @@ def audit(folder: Path) -> AuditReport:
     """Audits the run in ``folder``.
 
     Raises:
-        RunFolderError: there is no ledger.
+        RunFolderError: there is no ledger, or it was lost.
 
     """
     path = folder / "ledger.sqlite"
     if not path.is_file():
+        refuse_without_ledger(folder / "stream", path)
         raise RunFolderError(f"{folder} holds no ledger.sqlite: nothing was streamed there yet")
     report = AuditReport(folder)
     try:
-        _audit(folder, Ledger(path, None, read_only=True), report)
+        _audit(folder, Ledger(path, None, read_only=True, log_folder=folder / "stream"), report)
     except sqlite3.OperationalError:
         raise
     except (sqlite3.DatabaseError, msgspec.DecodeError) as error:
@@ -54,8 +57,10 @@ def audit(folder: Path) -> AuditReport:
 
 
 def _audit(folder: Path, ledger: Ledger, report: AuditReport) -> None:
+    newest = newest_version(folder / "checkpoints")  # before the moment that the ledger is read of
     try:
         with ledger.snapshot():
+            _compare_checkpoint(ledger, newest, report)
             note(report, [f"ledger.sqlite: {found}" for (found,) in ledger.rows("PRAGMA quick_check") if found != "ok"])
             _close_books(ledger, report)
             members = read_members(ledger)
@@ -84,6 +89,13 @@ def _audit(folder: Path, ledger: Ledger, report: AuditReport) -> None:
     compare_groups(played, members, report)
     check_bounds(folder, every_batch, report)
     check_batches(played, batches, lineages, lost, failed, report)
+
+
+def _compare_checkpoint(ledger: Ledger, newest: int, report: AuditReport) -> None:
+    try:
+        refuse_older(ledger, newest)
+    except RunFolderError as error:
+        note(report, [str(error)])
 
 
 def _check_blobs(folder: Path, ledger: Ledger, recorded: dict[str, int], named: set[str], report: AuditReport) -> None:

@@ -1,5 +1,6 @@
 """What the books need to know of the rows they store, and whether those rows may be stored at all.
 
+Numbers that the learner would refuse are refused here, before they are stored: a group that can be served and never trained would end the run for ever.
 Tokens are looked at in NumPy, over a whole record batch at once; what a row has few of (turns, versions) in plain lists, which at these sizes cost far less.
 """
 
@@ -22,7 +23,7 @@ import pyarrow as pa
 from ..errors import DataRefused
 from .blobs import is_digest
 from .columns import SCHEMA, columns_of
-from .types import Status
+from .types import MAX_LOGPROB, Status
 
 Key = tuple[int, int, int, int]
 Segment = tuple[int, list[tuple[int, int]]]
@@ -79,8 +80,8 @@ class Lists(NamedTuple):
         return bisect.bisect_right(self.bounds, place) - 1
 
 
-def facts(batch: pa.RecordBatch) -> list[Fact]:
-    """Checks ``batch`` and sums up its trajectories, in row order.
+def facts(batch: pa.RecordBatch, temperature: float | None = None) -> list[Fact]:
+    """Checks ``batch`` and sums up its trajectories, in row order. ``temperature`` is the one that training rows have to be sampled at; None asks for none.
 
     Raises:
         DataRefused: a row that must not be stored; the message names it.
@@ -95,6 +96,7 @@ def facts(batch: pa.RecordBatch) -> list[Fact]:
     firsts = _first_rows(keys, small["segment"])
     check = _Check(keys, small["segment"])
     _check_endings(check, small)
+    _check_sampling(check, small, temperature)
     mask = _check_tokens(check, column)
     lengths = mask.lengths
     _check_turns(check, lengths, column)
@@ -127,7 +129,7 @@ def segments_of(mask: Lists, starts: Sequence[Sequence[int]], values: Sequence[S
 
 # --- the checks ---------------------------------------------------------------------------------------------------------------------
 
-_SMALL = ("lineage", "group_id", "member", "attempt", "segment", "reward", "status", "stop_reason", "purpose")
+_SMALL = ("lineage", "group_id", "member", "attempt", "segment", "reward", "status", "stop_reason", "purpose", "temperature", "top_p", "top_k")
 
 
 class _Check:
@@ -197,6 +199,18 @@ def _check_endings(check: _Check, small: dict[str, list[Any]]) -> None:
             check.refuse(row, f"{what} (null means not scored)")
 
 
+def _check_sampling(check: _Check, small: dict[str, list[Any]], temperature: float | None) -> None:
+    """What trains was sampled from the whole distribution, at the temperature it is scored at."""
+    ours = [purpose == "train" for purpose in small["purpose"]]
+    check.rows(
+        (mine and (top_p < 1.0 or top_k > 0) for mine, top_p, top_k in zip(ours, small["top_p"], small["top_k"], strict=True)),
+        "was sampled with top_p below 1 or a top_k: its behaviour_logprobs are of a truncated distribution, which does not train",
+    )
+    if temperature is not None:
+        others = (mine and found != temperature for mine, found in zip(ours, small["temperature"], strict=True))
+        check.rows(others, f"was sampled at another temperature than actors.sampling.temperature, {temperature:g}, at which this run trains")
+
+
 def _check_tokens(check: _Check, column: dict[str, pa.Array]) -> Lists:
     """The loss masks, once they and the log-probabilities fit the tokens."""
     tokens, mask, logprobs = (Lists.of(column[name]) for name in ("token_ids", "loss_mask", "behaviour_logprobs"))
@@ -208,6 +222,10 @@ def _check_tokens(check: _Check, column: dict[str, pa.Array]) -> Lists:
         check.values(mask, mask.values > 1, "has a loss_mask that is neither 0 nor 1")
     if not math.isfinite(float(logprobs.values.sum())):
         check.values(mask, ~np.isfinite(logprobs.values), "has behaviour_logprobs that are not finite")
+    if logprobs.values.max() > MAX_LOGPROB:
+        check.values(mask, logprobs.values > MAX_LOGPROB, "has behaviour_logprobs above 0, which no probability has; were they negated?")
+    if tokens.values.min() < 0:
+        check.values(mask, tokens.values < 0, "has a negative token id")
     unsampled = (logprobs.values != 0) > mask.values.view(np.bool_)
     check.values(mask, unsampled, "has behaviour_logprobs at tokens the policy did not sample (loss_mask 0); they must be 0 there")
     return mask
@@ -223,6 +241,10 @@ def _check_turns(check: _Check, num_tokens: list[int], column: dict[str, pa.Arra
             check.refuse(row, "has turn_starts that fall")
         if starts and not 0 <= starts[0] <= starts[-1] <= length:
             check.refuse(row, "has a turn that starts outside its tokens")
+    rewards = column["turn_rewards"]
+    if not all(reward is None or math.isfinite(reward) for reward in rewards.values.to_pylist()):
+        wrong = (any(reward is not None and not math.isfinite(reward) for reward in its_rewards) for its_rewards in rewards.to_pylist())
+        check.rows(wrong, "has a turn_reward that is not finite (null means not scored)")
 
 
 def _check_versions(check: _Check, num_tokens: list[int], every_start: list[list[int]], every_version: list[list[int]]) -> None:

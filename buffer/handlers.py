@@ -33,7 +33,7 @@ from .facts import Fact, facts
 from .hold import Hold
 from .holders import Holders
 from .log import Log
-from .peers import Peer, Peers
+from .peers import Peer, Peers, check_name, check_role
 from .pulls import Pulls
 from .status import status_of
 
@@ -59,6 +59,7 @@ class Handlers:
         self.peers = Peers()
         self.round_bytes = 0
         self._run_id = run.run_id
+        self._temperature = run.config.actors.sampling.temperature
         self._compression: Compression = run.config.buffer.compression
         self._holders = Holders(books, self.evaluations, self.peers, run.config.buffer.lease_timeout_s)
         self._outbox: list[Sequence[Any]] = []
@@ -113,6 +114,7 @@ class Handlers:
             if peer is None:
                 raise Refused("unknown_peer", "say Hello first: this buffer was started after you spoke to it, or you had been silent for too long")
             peer.last_heard = now
+            check_role(peer.role, message)
             self._handlers[type(message)](peer, message, request_id, frames[2:], now)
         except Refused as error:
             self._refuse(route, request_id, error.code, str(error.args[1]))
@@ -249,6 +251,7 @@ class Handlers:
             )
         if hello.role in ("actor", "evaluator") and self.peers.was_replaced(hello.incarnation):
             raise Refused("replaced", f"another process is {hello.peer_id} by now; this one must end, or start again under a name of its own")
+        check_name(hello.peer_id)
         self.books.tasks.announce(hello.tasks)
         if hello.role == "learner" and hello.version is not None:
             self.books.resume(hello.version, hello.lineage)
@@ -297,7 +300,7 @@ class Handlers:
         frame = aligned(payload[0].buffer)
         batch = from_frame(frame, message.checksum)
         self.books.counters["bytes_received"] += frame.size
-        found = facts(batch)
+        found = facts(batch, self._temperature)
         if len(found) != message.num_trajectories:
             raise Refused("malformed", f"{message.num_trajectories} trajectories announced, {len(found)} found")
         self._check_known(batch, found)

@@ -5,11 +5,34 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from ..errors import Refused
+from . import wire
 from .wire import Hello, PeerStatus, Role
 
 BUDGET_BYTES = 256 * 2**20
 """What all actors together may have under way to the buffer."""
+_MAX_NAME = 200
+_PLAYERS: tuple[Role, ...] = ("actor", "evaluator")
+_MAY_SAY: dict[type[wire.Message], tuple[Role, ...]] = {
+    **dict.fromkeys((wire.Credit, wire.Release, wire.Append, wire.AskBlobs, wire.PutBlobs), _PLAYERS),
+    **dict.fromkeys((wire.PullBatch, wire.Trained, wire.Published, wire.Retained, wire.Sync, wire.FetchBlobs), ("learner",)),
+    wire.Amend: (*_PLAYERS, "scorer"),
+}
+"""Which roles may say what changes the run or hands out what it holds; the rest anybody may."""
 _MOST_BYTES, _LEAST_BYTES = 32 * 2**20, 2**20
+
+
+def check_name(peer_id: str) -> None:
+    """Refuses a name that logs and views could not show. Raises :class:`Refused`."""
+    if not 1 <= len(peer_id) <= _MAX_NAME or not peer_id.isprintable():
+        raise Refused("malformed", f"a peer's name has 1 to {_MAX_NAME} printable characters, this one has {len(peer_id)}: {peer_id[:40]!r}")
+
+
+def check_role(role: Role, message: wire.ClientMessage) -> None:
+    """Refuses what is not for a peer of this ``role`` to say. Raises :class:`Refused`."""
+    allowed = ("supervisor",) if isinstance(message, wire.Farewell) and message.everybody else _MAY_SAY.get(type(message))
+    if allowed is not None and role not in allowed:
+        raise Refused("malformed", f"{type(message).__name__} is for {' and '.join(allowed)} to say, not for the {role}")
 
 
 @dataclass(slots=True)

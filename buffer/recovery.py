@@ -26,8 +26,8 @@ Readable = Callable[[Location], object]
 """Reads the rows of an append. Raises :class:`Corrupt` where it cannot."""
 
 
-def refuse_older(ledger: Ledger, checkpoints: Path) -> None:
-    """Refuses a ledger that is behind the run's own checkpoints, which are complete only once the ledger of their version is on the disk.
+def refuse_older(ledger: Ledger, newest: int) -> None:
+    """Refuses a ledger that is behind ``newest``, the version of the run's newest checkpoint, which is complete only once its ledger is on the disk.
 
     So it is an older copy, and going on would cut from the log what came after it.
 
@@ -36,12 +36,16 @@ def refuse_older(ledger: Ledger, checkpoints: Path) -> None:
 
     """
     recorded = ledger.last_batch(ledger.lineages().current)
-    newest = max((int(match[1]) for path in checkpoints.glob("v*") if (match := _CHECKPOINT.fullmatch(path.name))), default=0)
     if newest > recorded:
         raise RunFolderError(
             f"{ledger.path} records batches only up to {recorded}, but there is a checkpoint of version {newest}: it is an older copy, and going on would cut "
             f"what came after it from the log; put back the newest one, or move the checkpoints beyond {recorded} away to go on from there without it"
         )
+
+
+def newest_version(checkpoints: Path) -> int:
+    """Version of the newest checkpoint; 0 where there is none."""
+    return max((int(match[1]) for path in checkpoints.glob("v*") if (match := _CHECKPOINT.fullmatch(path.name))), default=0)
 
 
 def fork_once(ledger: Ledger, asked: ForkPoint | None, read: Readable) -> None:
@@ -60,15 +64,16 @@ def fork_once(ledger: Ledger, asked: ForkPoint | None, read: Readable) -> None:
     fork(ledger, asked.version, asked.reason, read)
 
 
-def fork(ledger: Ledger, version: int, reason: str, read: Readable = lambda location: None) -> Fork:
+def fork(ledger: Ledger, version: int, reason: str, read: Readable) -> Fork:
     """Opens a new lineage after ``version``: what was recorded beyond it is undone. Commits and flushes to the disk.
 
-    Groups of undone batches are ready again. Where rows of a group cannot be read any more those members are played again; where retention removed them the
-    group is dropped, reason ``removed``.
+    Groups of undone batches are ready again. Where rows of a group, of these or of those that no batch has yet, cannot be read any more, those members are
+    played again; where retention removed them the group is dropped, reason ``removed``.
     """
     lineages = ledger.lineages()
     made = Fork(lineages.current + 1, lineages.owner(lineages.current, version), version, reason)
     undone = list(ledger.batches(lineages.current, version + 1))
+    waiting = ledger.unassigned()
     ledger.put_fork(made)
     ledger.set_meta("version", min(int(ledger.meta("version") or 0), version))
     removed = {sealed.segment for sealed, gone in ledger.segments() if gone}
@@ -77,13 +82,16 @@ def fork(ledger: Ledger, version: int, reason: str, read: Readable = lambda loca
         if group is not None:
             lost = [member for member in ledger.members(group_id) if not _is_readable(ledger, member, removed, read)]
             _put_back(ledger, group, lost, removed=any(ledger.append(member.append_id)[0].segment in removed for member in lost))
+    for group in waiting:
+        if lost := [member for member in ledger.members(group.group_id) if not _is_readable(ledger, member, removed, read)]:
+            _put_back(ledger, group, lost)
     _ask_for_no_version_beyond(ledger, version)
     ledger.sync()
     logger.warning("event=forked lineage=%d parent=%d version=%d undone_batches=%d reason=%r", made.lineage, made.parent, version, len(undone), reason)
     return made
 
 
-def forget(ledger: Ledger, lost_appends: Iterable[int]) -> None:
+def forget(ledger: Ledger, lost_appends: Iterable[int], read: Readable) -> None:
     """After power loss: removes appends that the log no longer holds, and their members; their groups are completed anew. Commits.
 
     Only rows that no sync covered can be gone, so no complete checkpoint stands on them. From the first recorded batch on that had one of them the history
@@ -102,7 +110,7 @@ def forget(ledger: Ledger, lost_appends: Iterable[int]) -> None:
     if first is not None:
         lineage = ledger.lineages().current
         cut = [(batch.lineage, batch.version) for batch in ledger.batches(lineage, first)]
-        fork(ledger, first - 1, "rows lost with the power of the machine")
+        fork(ledger, first - 1, "rows lost with the power of the machine", read)
         for key in cut:
             ledger.write("DELETE FROM batches WHERE lineage = ? AND version = ?", key)
             ledger.write("DELETE FROM versions WHERE lineage = ? AND version = ?", key)

@@ -158,7 +158,7 @@ class Sealed:
         except FileNotFoundError:
             raise Corrupt(
                 f"{path} is gone: its rows were removed by retention (buffer.keep_gb), or by hand; only what came later can be read, so go on from a newer "
-                "checkpoint"
+                "checkpoint, or with train --resume --fork, which plays anew what is lost"
             ) from None
         except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
             raise Corrupt(f"{path} is not a sealed segment: {error}; run `rollstream audit` for the extent") from error

@@ -27,7 +27,7 @@ from .handlers import Handlers
 from .ledger import Ledger
 from .log import Log
 from .memory import keep_freed_memory
-from .recovery import forget, fork_once, refuse_older
+from .recovery import forget, fork_once, newest_version, refuse_older
 from .sealer import Sealer, recover_sealed
 from .window import Rules
 
@@ -56,13 +56,13 @@ def serve(run: Run, stop: threading.Event) -> None:
     try:
         ledger = Ledger(run.ledger_path, run.run_id, log_folder=run.stream_folder)
         try:
-            refuse_older(ledger, run.checkpoints_folder)
+            refuse_older(ledger, newest_version(run.checkpoints_folder))
             recover_sealed(ledger, run.stream_folder)
             log.start_after(ledger.last_segment())
             lost = log.recover(ledger.segment_ends(), ledger.unsynced())
             lost += sorted(set(recover_blobs(ledger, run.blobs_folder, log)) - set(lost))
             if lost:
-                forget(ledger, lost)
+                forget(ledger, lost, log.read)
             fork_once(ledger, run.fork, log.read)
             log.release()
             with closing(Amendments(run.amendments_folder, ledger, segment_bytes=run.config.buffer.segment_mb * 2**20)) as amendments:

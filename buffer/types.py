@@ -22,6 +22,8 @@ Status = Literal["terminated", "truncated", "failed"]
 """``terminated`` the task ended · ``truncated`` we cut it · ``failed`` the sample must not train."""
 StopReason = Literal["terminated", "length", "turns", "time", "infra", "env"]
 """Why: ``terminated``; ``length``, ``turns``, ``time`` for truncated; ``infra``, ``env`` for failed."""
+MAX_LOGPROB = 1e-4
+"""A log-probability may exceed 0 by float noise only; more means somebody negated it."""
 GroupState = Literal["open", "ready", "assigned", "trained", "dropped"]
 
 

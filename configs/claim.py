@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import os
+import sys
 import tempfile
+import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +17,8 @@ from .loader import load_run
 from .schema import Config
 
 _LOCK = ".lock"
+ROLES_END_S = 60.0
+"""How long roles without a supervisor may take to notice, on a busy machine."""
 
 
 def run_folder(config: Config, *, resume: bool) -> Path:
@@ -85,6 +89,32 @@ def locked(folder: Path) -> Generator[None]:
                 folder.rmdir()
                 if above:
                     folder.parent.rmdir()
+
+
+def wait_for_roles(stream: Path, timeout_s: float = ROLES_END_S) -> None:
+    """Waits for the buffer of a start whose supervisor was killed, which notices and ends by itself; while it lives it holds the log in ``stream``.
+
+    Raises :class:`RunFolderError` where it still does after ``timeout_s``.
+    """
+    deadline, told = time.monotonic() + timeout_s, False
+    while stream.is_dir() and _is_held(stream):
+        if time.monotonic() > deadline:
+            raise RunFolderError(f"{stream} is still in use by another buffer after {timeout_s:g} s; stop that run first")
+        if not told:
+            sys.stderr.write("the roles of a start that was killed are still ending: waiting for them\n")
+            told = True
+        time.sleep(0.2)
+
+
+def _is_held(folder: Path) -> bool:
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(opened)
+    return False
 
 
 def _refuse_live(folder: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, cast
 
 from pydantic import BeforeValidator, Field
 
-from .section import MAX_TOKENS, MAX_VERSIONS, Device, Fraction, Positive, Rate, Section
+from .section import MAX_TOKENS, MAX_VERSIONS, Decay, Device, Fraction, Positive, Rate, Section
 
 
 class Correction(Section):
@@ -146,7 +146,7 @@ class Optimizer(Section):
 
     learning_rate: Rate = 1e-6
     """Full rate of AdamW, after the warm-up."""
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
     """Decay of the running means of the gradient and of its square."""
     eps: Positive = 1e-8
     """Added to the denominator of the update."""

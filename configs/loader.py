@@ -174,6 +174,8 @@ def _parse(text: str, name: str) -> dict[str, Any]:
         raise ConfigError(f"{name}: not valid YAML: {' '.join(str(error).split())}") from None
     except RecursionError:
         raise ConfigError(f"{name}: {TOO_DEEP}") from None
+    except ValueError as error:  # such as an integer of thousands of digits
+        raise ConfigError(f"{name}: holds a value that cannot be read: {str(error).partition(';')[0]}") from None
     if values is None:
         raise ConfigError(f"{name} is empty; it needs at least name, env and learner, see `rollstream show-config quickstart`")
     if not isinstance(values, dict):

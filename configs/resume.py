@@ -14,8 +14,8 @@ from ..errors import RunFolderError
 from .overrides import named_keys
 from .schema import Config
 
-LASTING = ("seed", "model", "env", "warmup", "learner.value", "learner.policy.lora")
-"""Keys and sections that a fork keeps too: the tasks that were leased and the weights that were saved belong to them."""
+LASTING = ("seed", "model", "env", "warmup", "learner.value", "learner.policy.lora", "actors.sampling.temperature")
+"""Keys and sections that a fork keeps too: the tasks that were leased, what was played and the weights that were saved belong to them."""
 FIXED = (
     *LASTING,
     "imports",

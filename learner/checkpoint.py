@@ -174,6 +174,12 @@ def newest_checkpoint(checkpoints: Path) -> Checkpoint | None:
     return read_checkpoint(folders[-1]) if folders else None
 
 
+def damaged_checkpoints(checkpoints: Path) -> list[str]:
+    """What is wrong with the checkpoints in that folder, every byte of each checked: a line for each that is damaged."""
+    found = [(folder, _fault(folder)) for folder in (_complete(checkpoints) if checkpoints.is_dir() else [])]
+    return [f"checkpoint {folder.name} is damaged: {fault}" for folder, fault in found if fault and folder.is_dir()]
+
+
 def newest_of(folders: Iterable[Path], wanted: Callable[[int, int], bool]) -> Checkpoint | None:
     """The newest checkpoint in any of ``folders`` whose (lineage, version) is ``wanted``, every byte of it checked; None where there is none.
 

@@ -19,10 +19,10 @@ import numpy.typing as npt
 import torch
 
 from ..buffer.header import header_of
-from ..buffer.types import Batch, Header, Segment
+from ..buffer.types import MAX_LOGPROB, Batch, Header, Segment
 from ..errors import DataRefused, StreamError
 from .attention import Layout, layout_of
-from .masks import MAX_LOGPROB, as_mask
+from .masks import as_mask
 from .plan import Plan, Rows, StaleLimit
 from .tokens import Tokens
 

@@ -1,4 +1,4 @@
-"""Masks: which tokens train, and what may be the log-probability of one."""
+"""Masks: which tokens train."""
 
 from __future__ import annotations
 
@@ -10,9 +10,6 @@ import numpy.typing as npt
 from ..errors import DataRefused
 
 Bool = npt.NDArray[np.bool_]
-
-MAX_LOGPROB = 1e-4
-"""A log-probability may exceed 0 by float noise only; more means somebody negated it."""
 
 
 def as_mask(values: npt.ArrayLike, name: str = "loss_mask") -> Bool:

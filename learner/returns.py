@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ..buffer.types import MAX_LOGPROB
 from ..errors import DataRefused
-from .masks import MAX_LOGPROB
 
 Bool = npt.NDArray[np.bool_]
 Float64 = npt.NDArray[np.float64]

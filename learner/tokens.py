@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..buffer.types import MAX_LOGPROB
 from ..errors import DataRefused
-from .masks import MAX_LOGPROB
 from .ratios import log_ratio
 from .segments import Segments
 

@@ -133,7 +133,7 @@ def test_a_run_with_scores_that_came_later_failures_and_several_environments_is_
 
 def test_a_run_that_forked_is_clean_and_an_edit_of_a_batch_that_trains_what_was_carried_over_is_found(folder: Path) -> None:
     ledger = Ledger(folder / "ledger.sqlite", None)
-    fork(ledger, 3, "asked for")
+    fork(ledger, 3, "asked for", lambda location: None)
     ledger.close()
     record(folder, 4, 7)
     report = audit(folder)

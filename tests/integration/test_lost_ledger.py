@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import streams
+from rollstream.buffer.audit import audit
 from rollstream.buffer.client import ActorClient
 from rollstream.buffer.server import serve
 from rollstream.configs.run_folder import Run
@@ -38,6 +39,8 @@ def test_a_lost_ledger_is_refused_and_the_log_stays(left: bytes | None, tmp_path
     if left is None:
         with pytest.raises(RunFolderError, match="put back a copy of it"):
             check_length(run.folder, run.config)
+    with pytest.raises(RunFolderError, match="put back a copy of it"):
+        audit(run.folder)
     assert {path: path.read_bytes() for path in run.stream_folder.iterdir()} == recorded
     run.ledger_path.write_bytes(saved)
     with streams.serving(run):
@@ -53,6 +56,7 @@ def test_an_older_copy_of_the_ledger_is_refused_and_the_log_stays(tmp_path: Path
     newer.mkdir(parents=True)
     with pytest.raises(RunFolderError, match=r"records batches only up to 0, but there is a checkpoint of version 2: .* put back the newest one"):
         serve(run, threading.Event())
+    assert any("it is an older copy" in problem for problem in audit(run.folder).problems)
     assert {path: path.read_bytes() for path in run.stream_folder.iterdir()} == recorded
     newer.rmdir()
     with streams.serving(run):

@@ -68,5 +68,5 @@ def test_the_wheel_declares_the_command_and_its_licence(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         entry_points = next(name for name in names if name.endswith("entry_points.txt"))
-        assert "rollstream = rollstream.cli:main" in archive.read(entry_points).decode()
+        assert "rollstream = rollstream.__main__:start" in archive.read(entry_points).decode()
         assert any(name.endswith("licenses/LICENSE") for name in names)

@@ -157,6 +157,25 @@ def test_roles_end_and_tidy_up_when_the_supervisor_is_killed(start: Callable[...
     assert_books_close(job)
 
 
+def test_a_resume_right_after_the_supervisor_was_killed_waits_for_its_roles(start: Callable[..., Job]) -> None:
+    job = start(FOR_EVER, SCRIPTED)
+    job.note_roles()
+    job.wait_for_version(1)
+    buffer = job.role("buffer")
+    buffer.suspend()  # it cannot notice yet
+    job.process.kill()
+    job.process.communicate()
+    again = start("learner.versions=2000", SCRIPTED, "--resume")
+    time.sleep(3.0)
+    assert again.process.poll() is None
+    buffer.resume()
+    again.wait_for_version(job.version() + 1)
+    again.process.send_signal(signal.SIGINT)
+    code, _, err = again.end()
+    assert (code, err.count("still ending: waiting for them")) == (130, 1), err
+    assert_books_close(again)
+
+
 def test_input_that_only_a_role_can_refuse_exits_with_2_and_leaves_no_folder(start: Callable[..., Job], tmp_path: Path) -> None:
     job = start("learner.versions=8", "learner.loss.kind=ppp")
     code, _, err = job.end()

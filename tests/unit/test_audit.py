@@ -43,7 +43,7 @@ class Stream:
         self.log = Log(folder / "stream", segment_bytes=20_000)
         self.lost = self.log.recover(self.ledger.segment_ends(), self.ledger.unsynced())
         if self.lost:
-            forget(self.ledger, self.lost)
+            forget(self.ledger, self.lost, self.log.read)
         self.books = Books(self.ledger, RULES)
 
     def store(self, trajectories: list[Trajectory]) -> None:

@@ -375,7 +375,7 @@ def test_after_power_loss_lost_members_are_reopened_with_the_batches_that_held_t
                 assert books.receive(played(lease, member), append_id) == "store"
         train(books, version)
     lost = ledger.members(3)[1].append_id  # of batch 2
-    forget(ledger, [lost])
+    forget(ledger, [lost], lambda location: None)
     books = Books(ledger, rules())
     assert (books.version, books.last_batch) == (1, 1)
     assert [(lease.lineage, lease.members) for lease in leases(books) if lease.group_id == 3] == [(1, [1])], "the history goes on in another lineage"

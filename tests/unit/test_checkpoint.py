@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3
 
 from rollstream import models
 from rollstream.errors import CheckpointError
-from rollstream.learner.checkpoint import Keep, clear_leftovers, newest_checkpoint, read_checkpoint
+from rollstream.learner.checkpoint import Keep, clear_leftovers, damaged_checkpoints, newest_checkpoint, read_checkpoint
 from rollstream.learner.optimizer import adamw
 from rollstream.learner.policy import Policy
 from rollstream.learner.saving import restore_training, write_checkpoint
@@ -147,6 +147,19 @@ def test_a_damaged_checkpoint_is_named_with_the_last_good_one(saver: Saver, name
     shutil.rmtree(saver.folder / "v000001")
     with pytest.raises(CheckpointError, match="there is no other good one"):
         newest_checkpoint(saver.folder)
+
+
+def test_every_damaged_checkpoint_is_listed(saver: Saver) -> None:
+    for version in (1, 2, 3):
+        saver.save(version, keep_last=3)
+    assert damaged_checkpoints(saver.folder) == []
+    (saver.folder / "v000002" / "training.pt").write_bytes(b"other")
+    (saver.folder / "v000003" / "model" / "config.json").unlink()
+    found = damaged_checkpoints(saver.folder)
+    assert [line.split(":")[0] for line in found] == ["checkpoint v000002 is damaged", "checkpoint v000003 is damaged"]
+    assert "training.pt has 5 bytes" in found[0]
+    assert "config.json is missing" in found[1]
+    assert damaged_checkpoints(saver.folder / "nowhere") == []
 
 
 def test_no_checkpoint_is_no_error(tmp_path: Path) -> None:

@@ -230,6 +230,9 @@ BAD_SEGMENTS = {
     "other than a BLAKE3 hash": {"media": (MediaSpan("ab", "image/png", 0, 1),)},
     "an image outside its tokens": {"media": (MediaSpan("ab" * 32, "image/png", 11, 2),)},
     "images that overlap": {"media": (MediaSpan("ab" * 32, "image/png", 0, 2), MediaSpan("cd" * 32, "image/png", 1, 1))},
+    "behaviour_logprobs above 0": {"behaviour_logprobs": np.where(np.arange(12) == 7, 0.01, -0.0).astype(np.float32)},
+    "a negative token id": {"token_ids": np.where(np.arange(12) == 2, -7, 3).astype(np.int32)},
+    "a turn_reward that is not finite": {"turn_rewards": (None, float("nan"))},
     "an image at tokens the policy sampled": {"media": (MediaSpan("ab" * 32, "image/png", 3, 2),)},
 }
 
@@ -246,13 +249,20 @@ BAD_TRAJECTORIES = {
     "reward that is not finite": {"reward": float("nan")},
     "negative identity": {"key": TrajectoryKey(0, 7, -1, 0)},
     "purpose other than": {"purpose": "play"},
+    "sampled with top_p below 1": {"top_p": 0.9},
+    "or a top_k": {"top_k": 40},
+    "another temperature than actors.sampling.temperature, 1": {"temperature": 0.7},
 }
 
 
 @pytest.mark.parametrize(("reason", "changes"), BAD_TRAJECTORIES.items())
 def test_a_malformed_trajectory_is_refused_by_name(reason: str, changes: dict[str, Any]) -> None:
     with pytest.raises(DataRefused, match=reason):
-        facts(encode([trajectory(1, **changes)]))
+        facts(encode([trajectory(1, **changes)]), 1.0)
+
+
+def test_how_evaluations_were_sampled_is_nobodys_business() -> None:
+    assert len(facts(encode([trajectory(1, purpose="eval", top_p=0.9, top_k=40, temperature=0.0)]), 1.0)) == 1
 
 
 def test_the_same_trajectory_twice_in_one_batch_is_refused() -> None:

@@ -28,6 +28,7 @@ def write(folder: Path, text: str) -> Path:
         ("buffer.depth=-1", ("buffer.depth", "-1", "greater than or equal to 0")),
         ("learner.optimizer.learning_rate=fast", ("learner.optimizer.learning_rate", "number", "'fast'")),
         ("learner.optimizer.learning_rate=.inf", ("learner.optimizer.learning_rate", "finite")),
+        ("learner.optimizer.betas=[1, 0.9]", ("learner.optimizer.betas.0", "less than 1")),
         ("model.kind=huge", ("model", "'huge'", "'tiny', 'folder'")),
         ("learner.preset=ppo2", ("learner.preset", "ppo2", "async, grpo")),
         ("name=../escape", ("name", "../escape")),
@@ -141,6 +142,11 @@ def test_a_resume_refuses_an_override_that_contradicts_the_record(tmp_path: Path
         load_resumed(path, [folder, override])
     assert override.partition("=")[0] in str(caught.value)
     assert "as recorded" in str(caught.value)
+
+
+def test_an_integer_of_thousands_of_digits_is_refused_in_a_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds a value that cannot be read: Exceeds the limit"):
+        load_config(write(tmp_path, f"{MINIMAL}\nseed: 1{'0' * 5000}\n"))
 
 
 def test_a_run_that_was_moved_is_not_taken_for_the_one_its_record_names(tmp_path: Path) -> None:

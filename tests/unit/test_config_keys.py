@@ -44,7 +44,7 @@ def test_the_reference_page_is_current() -> None:
 def test_bounds_defaults_and_kinds_are_those_of_the_schema() -> None:
     assert (KEYS["buffer.depth"].bound, KEYS["buffer.depth"].default, KEYS["buffer.depth"].type) == ("≥ 0, ≤ 10000", "1", "integer")
     assert KEYS["actors.sampling.top_p"].bound == "> 0, ≤ 1"
-    assert KEYS["learner.optimizer.betas"].bound == "≥ 0, ≤ 1"
+    assert KEYS["learner.optimizer.betas"].bound == "≥ 0, < 1"
     assert KEYS["learner.loss.dual_clip"].type == "number or null"
     assert KEYS["learner.versions"].default == ""
     assert {(part.path, part.kind) for part in parts()} >= {("model", "tiny"), ("model", "folder"), ("learner.loss.correction[]", "")}

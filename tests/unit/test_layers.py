@@ -48,7 +48,7 @@ ALLOWED = {
     "role_commands": {"options", "by_hand", "run", "roles", "configs", "errors"},
     "cli": {
         *("options", "role_commands", "evaluate_command", "models_command", "log_command", "replay_command", "pretrained", "run", "roles"),
-        *("tail", "watch", "summary", "models", "envs", "buffer", "configs", "errors"),
+        *("tail", "watch", "summary", "models", "learner", "envs", "buffer", "configs", "errors"),
     },
 }
 DOORS = {

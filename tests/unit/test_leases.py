@@ -166,7 +166,7 @@ def test_a_group_that_lost_a_member_with_the_power_is_played_again_whole(ledger:
     books.close_late(30.0)
     books.save_counters()
     ledger.commit()
-    forget(ledger, [2])
+    forget(ledger, [2], lambda location: None)
     books = Books(ledger, books.rules)
     assert ledger.unplayed(lease.group_id) == set()
     again = grant(books)

@@ -59,7 +59,7 @@ def train_to(books: Books, last: int) -> dict[int, list[int]]:
 def forked(books: Books, version: int, **options: Any) -> Books:
     books.save_counters()
     books.ledger.commit()
-    fork(books.ledger, version, "asked for", **options)
+    fork(books.ledger, version, "asked for", **{"read": lambda location: None, **options})
     found = Books(books.ledger, books.rules)
     found.resume(version)
     return found
@@ -282,6 +282,28 @@ def test_members_whose_rows_are_damaged_are_played_again_and_groups_whose_rows_w
     states = {group_id: ledger.group(group_id) for group_id in (damaged, gone)}
     assert [(row.state, row.reason) for row in states.values() if row is not None] == [("open", None), ("dropped", "removed")]
     assert next((lease.group_id, lease.members) for lease in leases(books)) == (damaged, [1])
+    books.check()
+
+
+def test_a_fork_plays_anew_what_is_lost_of_groups_that_no_batch_has_yet(ledger: Ledger) -> None:
+    books = Books(ledger, RULES)
+    train_to(books, 2)
+    for lease in leases(books):
+        for member in lease.members:
+            store(books, played(lease, member, books.version))
+    complete = [group.group_id for group in ledger.unassigned() if group.state == "ready"]
+    damaged = complete[0]
+    broken = ledger.members(damaged)[0].append_id
+
+    def read(location: Location) -> None:
+        if location.checksum == broken:
+            raise Corrupt("damaged")
+
+    books = forked(books, 2, read=read)
+    states = {group.group_id: group.state for group in ledger.unassigned()}
+    assert states[damaged] == "open"
+    assert all(states[other] == "ready" for other in complete[1:])
+    assert (damaged, [0]) in [(lease.group_id, lease.members) for lease in leases(books)]
     books.check()
 
 
