@@ -177,6 +177,7 @@ class Sealer:
         while excess > 0 and (segment := self._next_closed()) is not None and segment < needed_from:  # more comes than can be sealed
             appends, path = self._books.ledger.next_segment(self._last_append_id), segment_path(self._run.stream_folder, segment)
             unsealed = SealedFile(segment, appends[-1].append_id, path.stat().st_size, "", sum(append.num_rows for append in appends))
+            self._amendments.cut()
             self._books.ledger.put_segment(unsealed)
             self._last_append_id = unsealed.last_append_id
             excess -= self._remove(unsealed, path)
