@@ -80,8 +80,8 @@ def test_a_run_waits_for_space_and_leaves_nothing_out(small_disk: Path) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_a_run_that_is_stopped_while_the_disk_is_full_says_so_and_goes_on_with_resume(small_disk: Path) -> None:
-    job = PatientJob(small_disk, "learner.versions=12", "learner.checkpoint.every=2")
+def test_a_run_that_is_stopped_while_the_disk_is_full_ends_in_order_and_goes_on_with_resume(small_disk: Path) -> None:
+    job = PatientJob(small_disk, "learner.versions=60", "learner.checkpoint.every=2")
     try:
         job.wait_for_version(4)
         with filled(small_disk):
@@ -93,13 +93,13 @@ def test_a_run_that_is_stopped_while_the_disk_is_full_says_so_and_goes_on_with_r
     assert code in (1, 130), err  # a checkpoint that was due is an error, one that was not is none
     assert "by force" not in out
     assert job.leftovers() == []
-    again = PatientJob(small_disk, "learner.versions=12", "--resume")
+    again = PatientJob(small_disk, "learner.versions=60", "--resume")
     try:
         code, out, err = again.end()
     finally:
         again.finish()
     assert code == 0, f"{out}\n{err}"
-    assert [row["version"] for row in again.rows()] == list(range(1, 13))
+    assert [row["version"] for row in again.rows()] == list(range(1, 61))
     report = audit(again.run_folder)
     assert (report.closes, report.problems) == (True, [])
 
