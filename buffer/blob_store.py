@@ -25,6 +25,7 @@ from . import wire
 from .blobs import MAX_BLOB_BYTES, digest_of, is_digest
 from .ledger import Ledger
 from .log import Log
+from .page_cache import PageCache
 from .sealed import flush_file
 
 logger = logging.getLogger(__name__)
@@ -49,12 +50,13 @@ def digests_of(batch: pa.RecordBatch) -> list[str]:
 class BlobStore:
     """The blobs of one run, written by its buffer alone."""
 
-    def __init__(self, folder: Path, ledger: Ledger, counters: Counter[str]) -> None:
+    def __init__(self, folder: Path, ledger: Ledger, counters: Counter[str], page_cache: PageCache) -> None:
         self._folder = folder
         self._counters = counters
         self._ledger = ledger
         self._pending: dict[str, Any] = {}
         self._unsynced: set[Path] = set()
+        self._page_cache = page_cache
         self._made: set[Path] = set()
         self._removed: list[str] = []
         self.num_bytes = int(next(iter(ledger.rows("SELECT ifnull(sum(size_bytes), 0) FROM blobs")))[0])
@@ -164,6 +166,7 @@ class BlobStore:
                     self._made.add(path.parent)
                 temporary.write_bytes(self._pending[digest])
                 temporary.rename(path)
+                self._page_cache.wrote(path, 0, len(self._pending[digest]))
             except OSError as error:
                 kind = DiskFull if error.errno in _FULL else StreamError
                 remedy = "free space there and the run goes on" if kind is DiskFull else "mend the disk and run again with --resume"

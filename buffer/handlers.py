@@ -64,7 +64,7 @@ class Handlers:
         self._holders = Holders(books, self.evaluations, self.peers, run.config.buffer.lease_timeout_s)
         self._outbox: list[Sequence[Any]] = []
         self._pulls = Pulls(run.config, books, log)
-        self.blobs = BlobStore(run.blobs_folder, books.ledger, books.counters)
+        self.blobs = BlobStore(run.blobs_folder, books.ledger, books.counters, log.page_cache)
         self._next_append_id = books.ledger.last_append_id() + 1
         self._sync_wanted = False
         self.hold: Hold | None = None

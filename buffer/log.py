@@ -31,6 +31,7 @@ import pyarrow as pa
 
 from ..errors import Corrupt, DiskFull, RunFolderError, StreamError
 from .columns import SCHEMA_MESSAGE, frame_checksum, from_frame, to_frame
+from .page_cache import PageCache
 from .sealed import Sealed, flush_file, sealed_path
 
 logger = logging.getLogger(__name__)
@@ -76,6 +77,9 @@ class Log:
         self._offset: int | None = None
         self._pending: deque[tuple[int, memoryview]] = deque()
         self._unsynced: list[Path] = []
+        self._num_written = 0
+        self.page_cache = PageCache()
+        """Of all that a buffer writes."""
         self._maps: dict[int, pa.MemoryMappedFile] = {}
         self._sealed: dict[int, Sealed] = {}
 
@@ -112,7 +116,9 @@ class Log:
                 segment = self._pending[0][0]
                 file = self._file_of(segment)
                 pieces = (view for number, view in itertools.islice(self._pending, _MAX_PIECES) if number == segment)
-                self._written(os.writev(file, list(pieces)))
+                size_bytes = os.writev(file, list(pieces))
+                self.page_cache.wrote(self.path(segment), self._num_written, size_bytes)
+                self._written(size_bytes)
         except OSError as error:
             kind = DiskFull if error.errno in _FULL else StreamError
             path = self.path(self._pending[0][0])
@@ -143,6 +149,7 @@ class Log:
             if self._file is not None:
                 os.close(self._file)
                 self._file = None
+            self.page_cache.close()
             self.release()
             os.close(self._lock)
 
@@ -173,11 +180,12 @@ class Log:
             opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
             if self._file is not None:
                 os.close(self._file)
-            self._file, self._file_segment = opened, segment
+            self._file, self._file_segment, self._num_written = opened, segment, 0
             self._unsynced.append(path)
         return self._file
 
     def _written(self, size_bytes: int) -> None:
+        self._num_written += size_bytes
         while size_bytes:
             segment, view = self._pending[0]
             if size_bytes < len(view):

@@ -37,7 +37,7 @@ _POLL_S = 0.1
 _STOP_GRACE_S = 5.0
 _MAX_ROUND_MESSAGES = 512
 _MAX_WAITING = 64
-_MAX_ROUND_BYTES = 32 * 1024 * 1024
+_MAX_ROUND_BYTES = 4 * 1024 * 1024
 
 
 def serve(run: Run, stop: threading.Event) -> None:
@@ -175,6 +175,7 @@ def _router(context: Context) -> zmq.Socket[bytes]:
     socket.setsockopt(zmq.RCVHWM, _MAX_WAITING)
     socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_FRAME_BYTES)
     socket.setsockopt(zmq.LINGER, 1000)
+    socket.setsockopt(zmq.RCVBUF, 4 * 2**20)
     return socket
 
 
