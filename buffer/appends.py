@@ -23,7 +23,7 @@ import pyarrow as pa
 from ..errors import DataRefused, Refused
 from . import wire
 from .blob_client import BlobSender
-from .blobs import Blob, digests_in
+from .blobs import Blob
 from .columns import Compression, encode, stated_checksum, to_frame
 from .types import Trajectory
 
@@ -79,6 +79,7 @@ class Appends:
         self._say, self._request_ids, self._welcome, self._spawn = say, request_ids, welcome, spawn
         self._compression: Compression = compression
         self._finished: deque[_Finished] = deque()
+        self._finished_bytes = 0
         self._finished_came = asyncio.Event()
         self._pending: dict[int, _Pending] = {}
         self._room = asyncio.Event()
@@ -91,7 +92,7 @@ class Appends:
 
     async def append(self, trajectory: Trajectory, blobs: Sequence[Blob]) -> None:
         """See :meth:`ActorClient.append`."""
-        missing = set(digests_in([trajectory])) - {blob.digest for blob in blobs}
+        missing = {span.digest for segment in trajectory.segments for span in segment.media} - {blob.digest for blob in blobs}
         if missing:
             raise DataRefused(f"{trajectory.key} names {len(missing)} images whose bytes were not given, the first is {min(missing)}")
         stored = asyncio.get_running_loop().create_future()
@@ -104,6 +105,7 @@ class Appends:
         if finished.blobs:
             await self.blobs.send(finished.blobs)
         self._finished.append(finished)
+        self._finished_bytes += finished.size_bytes
         self._finished_came.set()
 
     async def _queue_again(self, finished: _Finished) -> None:
@@ -121,7 +123,7 @@ class Appends:
             self._finished_came.clear()
             if not self._finished:
                 await self._finished_came.wait()
-            if sum(finished.size_bytes for finished in self._finished) < _COALESCE_BYTES:
+            if self._finished_bytes < _COALESCE_BYTES:
                 await asyncio.sleep(_COALESCE_S if self._pending else 0)  # where nothing is under way, waiting for more would only cost time
             await self._welcome.wait()
             taken: list[_Finished] = []
@@ -129,6 +131,7 @@ class Appends:
             while self._finished and size_bytes < _COALESCE_BYTES:
                 taken.append(self._finished.popleft())
                 size_bytes += taken[-1].size_bytes
+            self._finished_bytes -= size_bytes
             for message, frame, together in self._framed(taken):
                 await self._wait_for_room(frame.size)
                 self._put(message, (frame,), together, None)

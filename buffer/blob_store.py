@@ -1,8 +1,9 @@
 """Where the buffer keeps blobs: ``blobs/ab/DIGEST``, one file each, named by the BLAKE3 hash of its bytes.
 
-A blob is checked when it comes, written under a temporary name and renamed; all of a round's are on the disk before the ledger says so, and before any row
-that names them is acknowledged. So a row never names what is not there, whatever is killed when. :meth:`BlobStore.sync` makes them survive power loss, with the
-log. The ledger keeps the last append that named each blob; when retention has removed the rows up to there, the blob goes too.
+A blob is checked when it comes; all of a round's are on the disk before the ledger says so, and before any row that names them is acknowledged. So a row
+never names what is not there, whatever is killed when; a file that the ledger does not know, perhaps torn, is nobody's, and the next start removes it.
+:meth:`BlobStore.sync` makes them survive power loss, with the log. The ledger keeps the last append that named each blob; when retention has removed the rows
+up to there, the blob goes too.
 """
 
 # pyarrow ships no types
@@ -159,13 +160,11 @@ class BlobStore:
         """
         for digest in list(self._pending):
             path = blob_path(self._folder, digest)
-            temporary = path.with_name(f".{digest}.tmp")
             try:
                 if path.parent not in self._made:
                     path.parent.mkdir(parents=True, exist_ok=True)
                     self._made.add(path.parent)
-                temporary.write_bytes(self._pending[digest])
-                temporary.rename(path)
+                _write(path, self._pending[digest])
                 self._page_cache.wrote(path, 0, len(self._pending[digest]))
             except OSError as error:
                 kind = DiskFull if error.errno in _FULL else StreamError
@@ -205,6 +204,21 @@ class BlobStore:
         for digest in self.lacked(self._removed):
             blob_path(self._folder, digest).unlink(missing_ok=True)
         self._removed.clear()
+
+
+def _write(path: Path, data: Any) -> None:
+    """A new file; one that a full disk cut off, or that retention is about to remove, gives way: whoever has it open goes on reading that one."""
+    try:
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    except FileExistsError:
+        path.unlink()
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    try:
+        left = memoryview(data)
+        while left:
+            left = left[os.write(file, left) :]
+    finally:
+        os.close(file)
 
 
 def recover_blobs(ledger: Ledger, folder: Path, log: Log) -> list[int]:

@@ -177,15 +177,15 @@ def decode(batch: pa.RecordBatch) -> list[Trajectory]:
         Corrupt: rows of one trajectory that do not follow one another, or whose first is missing.
 
     """
-    column = columns_of(batch)
+    column = Rows(batch)
     arrays = [_views(column[name]) for name in (*_TOKEN_ARRAYS, *_RUN_ARRAYS)]
-    roles, rewards = (map(tuple, column[name].to_pylist()) for name in ("turn_roles", "turn_rewards"))
+    roles, rewards = (map(tuple, column.listed(name)) for name in ("turn_roles", "turn_rewards"))
     segments = list(map(Segment, *arrays, roles, rewards, _media(column["media"]), _routes(column["routed_experts"])))
-    keys = list(map(TrajectoryKey, *(column[name].to_pylist() for name in _KEY)))
-    owned = _grouped(segments, keys, column["segment"].to_pylist())
-    fields: dict[str, list[Any]] = {name: column[name].to_pylist() for name in _SCALARS}
+    keys = list(map(TrajectoryKey, *map(column.listed, _KEY)))
+    owned = _grouped(segments, keys, column.listed("segment"))
+    fields = {name: column.listed(name) for name in _SCALARS}
     for name in ("reward_parts", "env_metrics"):
-        fields[name] = [dict(pairs) for pairs in column[name].to_pylist()]
+        fields[name] = list(map(dict, column.listed(name)))
     fields["key"] = keys
     if len(owned) < len(segments):
         fields = {name: [values[row] for row in owned] for name, values in fields.items()}
@@ -193,9 +193,23 @@ def decode(batch: pa.RecordBatch) -> list[Trajectory]:
     return list(map(Trajectory, *(fields[name] for name in Trajectory.__struct_fields__)))
 
 
-def columns_of(batch: pa.RecordBatch) -> dict[str, pa.Array]:
-    """The columns by name; asking the batch for one after another takes several times as long."""
-    return dict(zip(_NAMES, batch.to_struct_array().flatten(), strict=True))
+class Rows:
+    """The columns of a record batch by name, looked up at once (asking the batch for one after another takes several times as long)."""
+
+    def __init__(self, batch: pa.RecordBatch) -> None:
+        self.batch = batch
+        self._arrays: dict[str, pa.Array] = dict(zip(_NAMES, batch.to_struct_array().flatten(), strict=True))
+        self._listed: dict[str, list[Any]] = {}
+
+    def __getitem__(self, name: str) -> pa.Array:
+        return self._arrays[name]
+
+    def listed(self, name: str) -> list[Any]:
+        """A column as a list, made once; not to be changed."""
+        found = self._listed.get(name)
+        if found is None:
+            found = self._listed[name] = self._arrays[name].to_pylist()
+        return found
 
 
 def with_reward(trajectory: Trajectory, reward: float | None) -> Trajectory:

@@ -22,7 +22,7 @@ import pyarrow as pa
 
 from ..errors import DataRefused
 from .blobs import is_digest
-from .columns import SCHEMA, columns_of
+from .columns import SCHEMA, Rows
 from .types import MAX_LOGPROB, Status
 
 Key = tuple[int, int, int, int]
@@ -80,34 +80,34 @@ class Lists(NamedTuple):
         return bisect.bisect_right(self.bounds, place) - 1
 
 
-def facts(batch: pa.RecordBatch, temperature: float | None = None) -> list[Fact]:
-    """Checks ``batch`` and sums up its trajectories, in row order. ``temperature`` is the one that training rows have to be sampled at; None asks for none.
+def facts(rows: Rows, temperature: float | None = None) -> list[Fact]:
+    """Checks ``rows`` and sums up their trajectories, in row order. ``temperature`` is the one that training rows have to be sampled at; None asks for none.
 
     Raises:
         DataRefused: a row that must not be stored; the message names it.
 
     """
-    if batch.num_rows == 0:
+    num_rows = rows.batch.num_rows
+    if num_rows == 0:
         raise DataRefused("a record batch without rows")
-    column = columns_of(batch)
-    _refuse_nulls(column)
-    small = {name: column[name].to_pylist() for name in _SMALL}
+    _refuse_nulls(rows)
+    small = {name: rows.listed(name) for name in _SMALL}
     keys = list(zip(*(small[name] for name in ("lineage", "group_id", "member", "attempt")), strict=True))
     firsts = _first_rows(keys, small["segment"])
     check = _Check(keys, small["segment"])
     _check_endings(check, small)
     _check_sampling(check, small, temperature)
-    mask = _check_tokens(check, column)
+    mask = _check_tokens(check, rows)
     lengths = mask.lengths
-    _check_turns(check, lengths, column)
-    starts, values = (column[name].to_pylist() for name in ("version_starts", "version_values"))
+    _check_turns(check, lengths, rows)
+    starts, values = rows.listed("version_starts"), rows.listed("version_values")
     _check_versions(check, lengths, starts, values)
-    if len(column["media"].values):
-        _check_media(check, mask, column["media"])
+    if len(rows["media"].values):
+        _check_media(check, mask, rows["media"])
     segments = segments_of(mask, starts, values)
     endings = list(zip(*(small[name] for name in ("reward", "status", "stop_reason")), strict=True))
     found: list[Fact] = []
-    for first, stop in itertools.pairwise([*firsts, batch.num_rows]):
+    for first, stop in itertools.pairwise([*firsts, num_rows]):
         runs = [run for _, its_runs in segments[first:stop] for run in its_runs if run[1]]
         versions = [version for version, _ in runs]
         low, high = (min(versions), max(versions)) if versions else (None, None)
@@ -160,7 +160,7 @@ def _name(key: Key, segment: int) -> str:
     return f"group {group_id} member {member} attempt {attempt} segment {segment}"
 
 
-def _refuse_nulls(column: dict[str, Any]) -> None:
+def _refuse_nulls(column: Rows) -> None:
     for name in _ALL_VALUES_GIVEN:
         if column[name].null_count:
             raise DataRefused(f"{name} holds {column[name].null_count} nulls; only reward may be null")
@@ -211,7 +211,7 @@ def _check_sampling(check: _Check, small: dict[str, list[Any]], temperature: flo
         check.rows(others, f"was sampled at another temperature than actors.sampling.temperature, {temperature:g}, at which this run trains")
 
 
-def _check_tokens(check: _Check, column: dict[str, pa.Array]) -> Lists:
+def _check_tokens(check: _Check, column: Rows) -> Lists:
     """The loss masks, once they and the log-probabilities fit the tokens."""
     tokens, mask, logprobs = (Lists.of(column[name]) for name in ("token_ids", "loss_mask", "behaviour_logprobs"))
     for name, other in (("loss_mask", mask), ("behaviour_logprobs", logprobs)):
@@ -220,9 +220,10 @@ def _check_tokens(check: _Check, column: dict[str, pa.Array]) -> Lists:
     check.rows((length == 0 for length in tokens.lengths), "has no tokens")
     if mask.values.max() > 1:
         check.values(mask, mask.values > 1, "has a loss_mask that is neither 0 nor 1")
-    if not math.isfinite(float(logprobs.values.sum())):
+    lowest, highest = float(logprobs.values.min()), float(logprobs.values.max())
+    if not math.isfinite(lowest) or not math.isfinite(highest):
         check.values(mask, ~np.isfinite(logprobs.values), "has behaviour_logprobs that are not finite")
-    if logprobs.values.max() > MAX_LOGPROB:
+    if highest > MAX_LOGPROB:
         check.values(mask, logprobs.values > MAX_LOGPROB, "has behaviour_logprobs above 0, which no probability has; were they negated?")
     if tokens.values.min() < 0:
         check.values(mask, tokens.values < 0, "has a negative token id")
@@ -231,11 +232,13 @@ def _check_tokens(check: _Check, column: dict[str, pa.Array]) -> Lists:
     return mask
 
 
-def _check_turns(check: _Check, num_tokens: list[int], column: dict[str, pa.Array]) -> None:
-    turns = column["turn_starts"].to_pylist()
+def _check_turns(check: _Check, num_tokens: list[int], column: Rows) -> None:
+    turns = column.listed("turn_starts")
+    num_turns = list(map(len, turns))
     for name in ("turn_roles", "turn_rewards"):
-        lengths = np.diff(column[name].offsets.to_numpy()).tolist()
-        check.rows(map(operator.ne, lengths, map(len, turns)), f"has {name} and turn_starts of different length")
+        bounds = column[name].offsets.to_numpy().tolist()
+        if (lengths := list(map(operator.sub, bounds[1:], bounds))) != num_turns:
+            check.rows(map(operator.ne, lengths, num_turns), f"has {name} and turn_starts of different length")
     for row, (starts, length) in enumerate(zip(turns, num_tokens, strict=True)):
         if starts != sorted(starts):
             check.refuse(row, "has turn_starts that fall")
@@ -243,7 +246,7 @@ def _check_turns(check: _Check, num_tokens: list[int], column: dict[str, pa.Arra
             check.refuse(row, "has a turn that starts outside its tokens")
     rewards = column["turn_rewards"]
     if not all(reward is None or math.isfinite(reward) for reward in rewards.values.to_pylist()):
-        wrong = (any(reward is not None and not math.isfinite(reward) for reward in its_rewards) for its_rewards in rewards.to_pylist())
+        wrong = (any(reward is not None and not math.isfinite(reward) for reward in its_rewards) for its_rewards in column.listed("turn_rewards"))
         check.rows(wrong, "has a turn_reward that is not finite (null means not scored)")
 
 

@@ -5,15 +5,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import pyarrow as pa
 
-from .columns import Compression, rows_of, stated_checksum, to_frame
+from .columns import Compression, Rows, rows_of, stated_checksum, to_frame
 from .header import Entry, Member, assemble, entries
 from .ledger import Ledger
 from .log import Location, Log
+from .tables import MemberRow
 from .types import Header
 
 _WHOLE_BYTES = 128 * 1024  # from this size on sending an append as it lies costs less than copying its rows
@@ -23,18 +24,21 @@ Key = tuple[int, int, int]
 """(group, member, attempt)."""
 
 
-def read_header(ledger: Ledger, log: Log, group_ids: Sequence[int], shared: Mapping[int, int], known: Mapping[Member, Entry]) -> Header:
-    """The header of a batch of these groups; of members that are not ``known``, from their rows. ``shared`` is that of :func:`~.header.assemble`.
+def read_header(
+    ledger: Ledger, log: Log, members: Sequence[MemberRow], group_ids: Sequence[int], shared: Mapping[int, int], known: Mapping[Member, Entry]
+) -> Header:
+    """The header of a batch of these groups with these ``members``; of those that are not ``known``, from their rows.
+
+    ``shared`` is that of :func:`~.header.assemble`.
 
     Raises:
         Corrupt: the log no longer holds what was stored.
 
     """
-    members = ledger.members_of(group_ids)
     found = {key: known[key] for member in members if (key := (member.group_id, member.member)) in known}
     if len(found) < len(members):
-        for location, keys, _ in places(ledger, group_ids, {key for member in members if (key := (member.group_id, member.member)) not in found}):
-            found |= entries(committed(log.read(location), set(keys)))
+        for location, keys, _ in places(ledger, [member for member in members if (member.group_id, member.member) not in found]):
+            found |= entries(Rows(committed(log.read(location), set(keys))))
     for member in members:
         entry = found[member.group_id, member.member]
         if entry.reward is None and member.reward is not None:  # it came later: the row does not have it
@@ -42,19 +46,17 @@ def read_header(ledger: Ledger, log: Log, group_ids: Sequence[int], shared: Mapp
     return assemble(found, group_ids, shared)
 
 
-def gather(
-    ledger: Ledger, log: Log, group_ids: Sequence[int], members: Container[Member] | None = None, compression: Compression = "none"
-) -> tuple[list[pa.Buffer], list[int], int]:
-    """Frames that hold the committed rows of these groups (of their ``members`` (group, member), by default all) and no others.
+def gather(ledger: Ledger, log: Log, members: Sequence[MemberRow], compression: Compression = "none") -> tuple[list[pa.Buffer], list[int]]:
+    """Frames that hold the rows of these members and no others, and their checksums.
 
-    Gives the frames, their checksums, and the number of trajectories. A large append all of whose rows are wanted goes out as it lies in the log, neither
-    copied nor read (the receiver checks it); all other rows are checked here and merged into few frames.
+    A large append all of whose rows are wanted goes out as it lies in the log, neither copied nor read (the receiver checks it); all other rows are checked
+    here and merged into few frames.
 
     Raises:
         Corrupt: the log no longer holds what was stored.
 
     """
-    wanted = places(ledger, group_ids, members)
+    wanted = places(ledger, members)
     frames: list[pa.Buffer] = []
     checksums: list[int] = []
     merged: list[pa.RecordBatch] = []
@@ -71,7 +73,7 @@ def gather(
             merged, merged_bytes = [], 0
     if merged:
         _merge(merged, frames, checksums, compression)
-    return frames, checksums, sum(len(keys) for _, keys, _ in wanted)
+    return frames, checksums
 
 
 class Place(NamedTuple):
@@ -82,17 +84,12 @@ class Place(NamedTuple):
     whole: bool
 
 
-def places(ledger: Ledger, group_ids: Sequence[int], members: Container[Member] | None = None) -> list[Place]:
-    """Where the committed rows of these groups lie (of their ``members`` (group, member), by default all)."""
+def places(ledger: Ledger, members: Sequence[MemberRow]) -> list[Place]:
+    """Where the rows of these members lie."""
     wanted: dict[int, list[Key]] = {}
-    for row in ledger.members_of(group_ids):
-        if members is None or (row.group_id, row.member) in members:
-            wanted.setdefault(row.append_id, []).append((row.group_id, row.member, row.attempt))
-    found: list[Place] = []
-    for append_id, keys in wanted.items():
-        location, num_trajectories = ledger.append(append_id)
-        found.append(Place(location, keys, len(keys) == num_trajectories))
-    return found
+    for row in members:
+        wanted.setdefault(row.append_id, []).append((row.group_id, row.member, row.attempt))
+    return [Place(location, wanted[append_id], len(wanted[append_id]) == num) for append_id, location, num in ledger.appends(list(wanted))]
 
 
 def committed(batch: pa.RecordBatch, keys: set[Key]) -> pa.RecordBatch:

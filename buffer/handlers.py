@@ -25,7 +25,7 @@ from . import wire
 from .amendments import Amendments
 from .blob_store import BlobStore, digests_of
 from .books import Books, Verdict
-from .columns import SCHEMA_VERSION, Compression, aligned, from_frame, rows_of, stated_checksum, to_frame
+from .columns import SCHEMA_VERSION, Compression, Rows, aligned, from_frame, rows_of, stated_checksum, to_frame
 from .evaluation_facts import played_of, purpose_of
 from .evaluation_rules import EvaluationRules
 from .evaluations import Evaluations
@@ -300,19 +300,20 @@ class Handlers:
         frame = aligned(payload[0].buffer)
         batch = from_frame(frame, message.checksum)
         self.books.counters["bytes_received"] += frame.size
-        found = facts(batch, self._temperature)
+        rows = Rows(batch)
+        found = facts(rows, self._temperature)
         if len(found) != message.num_trajectories:
             raise Refused("malformed", f"{message.num_trajectories} trajectories announced, {len(found)} found")
-        self._check_known(batch, found)
+        self._check_known(rows, found)
         digests = digests_of(batch)
         self.blobs.check_known(digests)
-        verdicts, prefix = self._enter(batch, found)
+        verdicts, prefix = self._enter(rows, found)
         stored = [fact for fact, verdict in zip(found, verdicts, strict=True) if verdict == "store"]
         if stored:
             self.blobs.refer(digests, self._next_append_id)
             self._store(stored, frame, batch, message.checksum)
             if not prefix:
-                self._pulls.note(batch, found, stored)
+                self._pulls.note(rows, found, stored)
         counters = self.books.counters
         counters[f"{prefix}episodes"] += len(found) - verdicts.count("duplicate")
         counters[f"{prefix}duplicates"] += verdicts.count("duplicate")
@@ -322,17 +323,17 @@ class Handlers:
     def _blobs(self, peer: Peer, message: Any, request_id: int, payload: Payload, now: float) -> None:
         self._send(peer.route, request_id, *self.blobs.answer(message, payload, self._next_append_id))
 
-    def _check_known(self, batch: pa.RecordBatch, found: list[Fact]) -> None:
+    def _check_known(self, rows: Rows, found: list[Fact]) -> None:
         """Refuses what nobody was asked for, by the books of its purpose; nothing is changed."""
-        if purpose_of(batch) == "eval":
-            self.evaluations.check_known(played_of(batch, found))
+        if purpose_of(rows) == "eval":
+            self.evaluations.check_known(played_of(rows, found))
         else:
             self.books.check_known(found)
 
-    def _enter(self, batch: pa.RecordBatch, found: list[Fact]) -> tuple[list[Verdict], str]:
+    def _enter(self, rows: Rows, found: list[Fact]) -> tuple[list[Verdict], str]:
         """Enters trajectories into the books of their purpose: the verdicts, and what the names of their counters begin with."""
-        if purpose_of(batch) == "eval":
-            return [self.evaluations.receive(one, self._next_append_id, self.books.version) for one in played_of(batch, found)], "evaluation_"
+        if purpose_of(rows) == "eval":
+            return [self.evaluations.receive(one, self._next_append_id, self.books.version) for one in played_of(rows, found)], "evaluation_"
         return [self.books.receive(fact, self._next_append_id) for fact in found], ""
 
     def _amend(self, peer: Peer, message: wire.Amend, request_id: int, payload: Payload, now: float) -> None:

@@ -13,10 +13,9 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
-import pyarrow as pa
 import xxhash
 
-from .columns import columns_of, encode
+from .columns import Rows, encode
 from .facts import Lists, Segment, segments_of
 from .lineages import folded
 from .types import Batch, Header
@@ -43,13 +42,12 @@ class Entry(NamedTuple):
 _OWN = ("lineage", "reward", "status", "stop_reason", "env_metrics", "temperature", "top_p", "top_k", "env_id")
 
 
-def entries(batch: pa.RecordBatch, segments: Sequence[Segment] | None = None) -> dict[Member, Entry]:
-    """The entries of the trajectories whose rows ``batch`` holds, one after the other; ``segments`` are those of its rows where they are known."""
-    column = columns_of(batch)
+def entries(rows: Rows, segments: Sequence[Segment] | None = None) -> dict[Member, Entry]:
+    """The entries of the trajectories that ``rows`` hold, one after the other; ``segments`` are those of the rows where they are known."""
     if segments is None:
-        segments = segments_of(Lists.of(column["loss_mask"]), column["version_starts"].to_pylist(), column["version_values"].to_pylist())
-    own = zip(*(column[name].to_pylist() for name in _OWN), strict=True)
-    keys = zip(*(column[name].to_pylist() for name in ("group_id", "member")), strict=True)
+        segments = segments_of(Lists.of(rows["loss_mask"]), rows.listed("version_starts"), rows.listed("version_values"))
+    own = zip(*map(rows.listed, _OWN), strict=True)
+    keys = zip(rows.listed("group_id"), rows.listed("member"), strict=True)
     found: dict[Member, Entry] = {}
     for key, values, segment in zip(keys, own, segments, strict=True):
         if key not in found:
@@ -86,7 +84,7 @@ def header_of(batch: Batch) -> Header:
     """The header of ``batch``; where it carries none, its trajectories are the whole batch and give it."""
     if batch.header is not None:
         return batch.header
-    return assemble(entries(encode(batch.trajectories)) if batch.trajectories else {}, batch.groups)
+    return assemble(entries(Rows(encode(batch.trajectories))) if batch.trajectories else {}, batch.groups)
 
 
 def digest_of(batch: Batch) -> str:

@@ -47,8 +47,7 @@ class Ledger:
         if log_folder is not None and not path.is_file():
             refuse_without_ledger(log_folder, path)
         target = f"{path.absolute().as_uri()}?mode=ro" if read_only else str(path)
-        self._changed_groups: dict[int, GroupRow] = {}
-        self._new_members: list[MemberRow] = []
+        self._noted: dict[str, dict[Any, Sequence[Any]]] = {"groups": {}, "members": {}, "appends": {}}
         self._round: list[tuple[str, list[Sequence[Any]]]] = []
         self._database = sqlite3.connect(target, uri=read_only, isolation_level=None, check_same_thread=False, timeout=10)
         try:
@@ -119,13 +118,12 @@ class Ledger:
         return kind(f"cannot write {self.path}: {error}; free space there{' and the run goes on' if full else ' and run again with --resume'}")
 
     def _settle(self) -> None:
-        """Writes the groups and members that were only noted: each once a round, whatever happened to it in between."""
-        if self._changed_groups:
-            groups, self._changed_groups = self._changed_groups, {}
-            self.write_all("INSERT OR REPLACE INTO groups VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", groups.values())
-        if self._new_members:
-            members, self._new_members = self._new_members, []
-            self.write_all("INSERT INTO members VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", members)
+        """Writes the groups, members and appends that were only noted: each once a round, whatever happened to it in between."""
+        for table, noted in self._noted.items():
+            if noted:
+                rows = list(noted.values())
+                noted.clear()  # only groups ever change
+                self.write_all(f"INSERT{' OR REPLACE' if table == 'groups' else ''} INTO {table} VALUES({', '.join('?' * len(rows[0]))})", rows)
 
     def commit(self) -> None:
         """Ends the open transaction, if any: its changes survive the death of the process.
@@ -150,7 +148,8 @@ class Ledger:
 
     def abandon(self) -> None:
         """Forgets what was not committed."""
-        self._changed_groups, self._new_members = {}, []
+        for noted in self._noted.values():
+            noted.clear()
         self._round.clear()
         if self._database.in_transaction:
             self._database.execute("ROLLBACK")
@@ -205,7 +204,7 @@ class Ledger:
 
     def put_group(self, group: GroupRow) -> None:
         """Adds a group or replaces what is known of it."""
-        self._changed_groups[group.group_id] = group
+        self._noted["groups"][group.group_id] = group
 
     def set_states(self, group_ids: Iterable[int], state: GroupState, version: int | None) -> None:
         """Moves groups to ``state``, in the batch of ``version``."""
@@ -214,7 +213,7 @@ class Ledger:
 
     def put_member(self, member: MemberRow) -> None:
         """Records a committed member."""
-        self._new_members.append(member)
+        self._noted["members"][member.group_id, member.member] = member
 
     def set_reward(self, group_id: int, member: int, reward: float) -> None:
         """Gives a committed member the reward that came later."""
@@ -239,7 +238,7 @@ class Ledger:
 
     def group(self, group_id: int) -> GroupRow | None:
         """One group, None where it was never leased."""
-        return next((GroupRow(*row) for row in self.rows("SELECT * FROM groups WHERE group_id = ?", (group_id,))), None)
+        return next(map(GroupRow._make, self.rows("SELECT * FROM groups WHERE group_id = ?", (group_id,))), None)
 
     def unassigned(self) -> list[GroupRow]:
         """Open and ready groups, oldest lease first."""
@@ -247,17 +246,17 @@ class Ledger:
 
     def members(self, group_id: int) -> list[MemberRow]:
         """Committed members of a group, in order."""
-        return [MemberRow(*row) for row in self.rows("SELECT * FROM members WHERE group_id = ? ORDER BY member", (group_id,))]
+        return self.members_of([group_id])
 
     def members_of(self, group_ids: Sequence[int]) -> list[MemberRow]:
         """Committed members of several groups, in one question."""
         query = "SELECT * FROM members WHERE group_id IN (SELECT value FROM json_each(?)) ORDER BY group_id, member"
-        return [MemberRow(*row) for row in self.rows(query, (msgspec.json.encode(group_ids).decode(),))]
+        return list(map(MemberRow._make, self.rows(query, (_json(group_ids),))))
 
     def failures(self, group_id: int) -> dict[tuple[int, int], str]:
         """Reason of each of a group's failed attempts, by (member, attempt)."""
-        query = "SELECT member, attempt, reason FROM failures WHERE group_id = ?"
-        return {(member, attempt): reason for member, attempt, reason in self.rows(query, (group_id,))}
+        found = self.rows("SELECT member, attempt, reason FROM failures WHERE group_id = ?", (group_id,))
+        return {(member, attempt): reason for member, attempt, reason in found}
 
     def unplayed(self, group_id: int) -> set[int]:
         """Members that a group was closed without."""
@@ -275,14 +274,16 @@ class Ledger:
 
     def put_append(self, append_id: int, location: Location, num_rows: int, num_trajectories: int) -> None:
         """Records where an append lies and what it holds."""
-        values = (append_id, *location[:3], f"{location.checksum:016x}", num_rows, num_trajectories)
-        self.write("INSERT INTO appends VALUES(?, ?, ?, ?, ?, ?, ?)", values)
+        self._noted["appends"][append_id] = (append_id, *location[:3], f"{location.checksum:016x}", num_rows, num_trajectories)
 
     def append(self, append_id: int) -> tuple[Location, int]:
         """Where an append lies, and how many trajectories it holds."""
-        query = "SELECT segment, offset, size_bytes, checksum, num_trajectories FROM appends WHERE append_id = ?"
-        segment, offset, size_bytes, checksum, num_trajectories = next(self.rows(query, (append_id,)))
-        return Location(segment, offset, size_bytes, int(checksum, 16)), num_trajectories
+        return self.appends([append_id])[0][1:]
+
+    def appends(self, append_ids: Sequence[int]) -> list[tuple[int, Location, int]]:
+        """The same of several, each with its id, in one question."""
+        found = self.rows("SELECT * FROM appends WHERE append_id IN (SELECT value FROM json_each(?)) ORDER BY append_id", (_json(append_ids),))
+        return [(append_id, Location(segment, offset, size, int(digits, 16)), num) for append_id, segment, offset, size, digits, _, num in found]
 
     def locations(self, first: int = 1) -> Iterator[tuple[int, Location]]:
         """Every append from id ``first`` on, in order."""
@@ -349,8 +350,7 @@ class Ledger:
 
     def put_batch(self, batch: BatchRow) -> None:
         """Records a batch."""
-        lists = (msgspec.json.encode(batch.groups).decode(), msgspec.json.encode(batch.withheld).decode())
-        values = (batch.lineage, batch.version, *lists, batch.max_lag, batch.lag_bound)
+        values = (batch.lineage, batch.version, _json(batch.groups), _json(batch.withheld), batch.max_lag, batch.lag_bound)
         self.write("INSERT INTO batches VALUES(?, ?, ?, ?, ?, ?)", values)
 
     def batch(self, lineage: int, version: int) -> BatchRow | None:
@@ -394,3 +394,7 @@ class Ledger:
     def put_fork(self, fork: Fork) -> None:
         """Records where a new lineage begins."""
         self.write("INSERT INTO forks VALUES(?, ?, ?, ?)", fork)
+
+
+def _json(values: Sequence[Any]) -> str:
+    return msgspec.json.encode(values).decode()

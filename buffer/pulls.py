@@ -15,6 +15,7 @@ from ..configs.schema import Config
 from ..errors import Corrupt, Refused
 from . import wire
 from .books import Books
+from .columns import Rows
 from .deal import costs, deal
 from .facts import Fact
 from .gather import gather, places, read_header
@@ -72,7 +73,7 @@ class Pulls:
             self._books.batch(pull.version)  # raises the refusal
         self._parked[peer.peer_id] = _Parked(peer.route, request_id, pull, now)
 
-    def note(self, rows: pa.RecordBatch, found: Sequence[Fact], stored: Sequence[Fact]) -> None:
+    def note(self, rows: Rows, found: Sequence[Fact], stored: Sequence[Fact]) -> None:
         """Remembers of stored trajectories what the header of their batch will say, so that it needs no rows read back."""
         of_all = entries(rows, [segment for fact in found for segment in fact.segments])
         self._entries |= {key: of_all[key] for fact in stored if (key := (fact.group_id, fact.member))}
@@ -114,19 +115,20 @@ class Pulls:
 
     def _rows(self, pull: wire.PullBatch, batch: BatchRow, *, recorded: bool) -> tuple[wire.BatchReply, list[pa.Buffer]]:
         """The header of the whole batch, and the rows dealt to the rank that asks."""
+        ledger = self._books.ledger
+        rows = ledger.members_of(batch.groups)
         if self._header is None or self._header[:2] != (batch.lineage, batch.version):  # the other ranks ask for the same one
-            made = read_header(self._books.ledger, self._log, batch.groups, self._books.shared(batch), self._entries)
+            made = read_header(ledger, self._log, rows, batch.groups, self._books.shared(batch), self._entries)
             self._header = (batch.lineage, batch.version, made)
             self._entries = {key: entry for key, entry in self._entries.items() if self._books.is_unassigned(key[0])}
         header = self._header[2]
-        members = None
         if pull.ranks > 1:
             tokens = costs(header, set(batch.withheld), self._config.learner.advantage, self._config.buffer.degenerate)
-            members = {(header.group_ids[index], header.members[index]) for index in deal(tokens, pull.ranks)[pull.rank]}
+            dealt = {(header.group_ids[index], header.members[index]) for index in deal(tokens, pull.ranks)[pull.rank]}
+            rows = [row for row in rows if (row.group_id, row.member) in dealt]
         identity = (batch.lineage, batch.version, batch.groups, batch.withheld, recorded)
         if pull.mapped:
-            pieces = [wire.Piece(*place.location, [] if place.whole else place.keys) for place in places(self._books.ledger, batch.groups, members)]
-            num_trajectories = len(header.members) if members is None else len(members)
-            return wire.BatchReply(*identity, [], num_trajectories, header, pieces), []
-        frames, checksums, num_trajectories = gather(self._books.ledger, self._log, batch.groups, members, self._config.buffer.compression)
-        return wire.BatchReply(*identity, checksums, num_trajectories, header), frames
+            pieces = [wire.Piece(*place.location, [] if place.whole else place.keys) for place in places(ledger, rows)]
+            return wire.BatchReply(*identity, [], len(rows), header, pieces), []
+        frames, checksums = gather(ledger, self._log, rows, self._config.buffer.compression)
+        return wire.BatchReply(*identity, checksums, len(rows), header), frames

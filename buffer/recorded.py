@@ -16,7 +16,7 @@ from typing import BinaryIO, Self
 import pyarrow as pa
 
 from ..errors import ConfigError, Corrupt, RunFolderError
-from .columns import decode, with_reward
+from .columns import Rows, decode, with_reward
 from .gather import committed, places
 from .header import Entry, Member, assemble, entries
 from .ledger import Ledger
@@ -120,8 +120,9 @@ class Recorded:
                 raise ConfigError(
                     f"version {version} of lineage {self.lineage} has no recorded batch: there are {self._ledger.last_batch(self.lineage)}, counted from 1"
                 )
-            rewards = {(row.group_id, row.member): row.reward for row in self._ledger.members_of(found.groups)}
-            appends = places(self._ledger, found.groups)
+            members = self._ledger.members_of(found.groups)
+            rewards = {(row.group_id, row.member): row.reward for row in members}
+            appends = places(self._ledger, members)
             shared = {other: self.lineages.common(other, found.lineage) for other in range(self.lineages.current + 1) if other != found.lineage}
         trajectories: list[Trajectory] = []
         described: dict[Member, Entry] = {}
@@ -131,7 +132,7 @@ class Recorded:
                 raise ConfigError(f"the rows of version {version}'s batch were removed by retention (buffer.keep_gb); ask for a newer version")
             rows = committed(batch, set(keys))
             trajectories.extend(decode(rows))
-            described |= entries(rows)
+            described |= entries(Rows(rows))
         described = {key: entry if entry.reward is not None else entry._replace(reward=rewards[key]) for key, entry in described.items()}
         trajectories = [with_reward(trajectory, rewards[trajectory.key.group_id, trajectory.key.member]) for trajectory in trajectories]
         place = {group_id: index for index, group_id in enumerate(found.groups)}

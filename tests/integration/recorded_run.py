@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from rollstream.buffer.books import Books
-from rollstream.buffer.columns import encode, frame_checksum, to_frame
+from rollstream.buffer.columns import Rows, encode, frame_checksum, to_frame
 from rollstream.buffer.facts import facts
 from rollstream.buffer.ledger import Ledger
 from rollstream.buffer.log import Log
@@ -78,7 +78,7 @@ class Stream:
         while (lease := self.books.grant("actor-0", 0.0)) is not None:
             batch = encode([played(lease, member) for member in lease.members])
             append_id = self.ledger.last_append_id() + 1
-            found = facts(batch)
+            found = facts(Rows(batch))
             self.books.check_known(found)
             assert {self.books.receive(fact, append_id) for fact in found} == {"store"}
             frame = to_frame(batch)

@@ -185,7 +185,7 @@ def flushing(self):
     if pending and place == "before": die()
     if pending and place == "between":
         path = blob_store.blob_path(self._folder, next(iter(self._pending)))
-        path.parent.mkdir(parents=True); path.with_name("." + path.name + ".tmp").write_bytes(b"torn"); die()
+        path.parent.mkdir(parents=True); path.write_bytes(b"torn"); die()
     flush(self)
     if pending and place == "written": die()
 def committing(self):

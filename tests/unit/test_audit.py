@@ -18,7 +18,7 @@ from rich.console import Console
 
 from rollstream.buffer.audit import audit
 from rollstream.buffer.books import Books
-from rollstream.buffer.columns import encode, frame_checksum, to_frame
+from rollstream.buffer.columns import Rows, encode, frame_checksum, to_frame
 from rollstream.buffer.facts import facts
 from rollstream.buffer.ledger import Ledger
 from rollstream.buffer.log import Log
@@ -50,7 +50,7 @@ class Stream:
         batch = encode(trajectories)
         frame = to_frame(batch)
         append_id = self.ledger.last_append_id() + 1
-        assert {self.books.receive(fact, append_id) for fact in facts(batch)} == {"store"}
+        assert {self.books.receive(fact, append_id) for fact in facts(Rows(batch))} == {"store"}
         self.ledger.put_append(append_id, self.log.append(frame, frame_checksum(frame)), batch.num_rows, len(trajectories))
 
     def play(self, num_tokens: Callable[[int], int] = lambda group_id: 20) -> None:

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import ipc
 
-from rollstream.buffer.columns import SCHEMA, SCHEMA_MESSAGE, aligned, checksum, decode, encode, frame_checksum, from_frame, rows_of, to_frame
+from rollstream.buffer.columns import SCHEMA, SCHEMA_MESSAGE, Rows, aligned, checksum, decode, encode, frame_checksum, from_frame, rows_of, to_frame
 from rollstream.buffer.facts import facts
 from rollstream.buffer.types import MediaSpan, Segment, Trajectory, TrajectoryKey
 from rollstream.errors import Corrupt, DataRefused
@@ -125,7 +125,7 @@ def test_what_goes_in_comes_out_and_the_checksum_survives_every_trip(wanted: lis
         assert_same(found, original)
     assert checksum(received) == checksum(batch) == frame_checksum(frame)
     assert to_frame(received).equals(frame)
-    assert len(facts(received)) == len(wanted)
+    assert len(facts(Rows(received))) == len(wanted)
 
 
 def test_rows_taken_or_sliced_out_of_a_batch_travel_like_any_others() -> None:
@@ -186,15 +186,15 @@ def test_decoded_arrays_cannot_be_written() -> None:
 
 
 def test_facts_sum_up_a_trajectory_over_its_segments() -> None:
-    one, two = facts(encode([trajectory(0, segment(10, prompt=4, versions=(3, 5)), segment(6, prompt=2, versions=(5,))), trajectory(1)]))
+    one, two = facts(Rows(encode([trajectory(0, segment(10, prompt=4, versions=(3, 5)), segment(6, prompt=2, versions=(5,))), trajectory(1)])))
     assert (one.num_tokens, one.num_trained_tokens, one.min_version, one.max_version) == (16, 10, 3, 5)
     assert (one.first_row, one.num_rows, two.first_row, two.num_rows) == (0, 2, 2, 1)
 
 
 def test_versions_of_tokens_we_did_not_sample_do_not_count() -> None:
-    (fact,) = facts(encode([trajectory(0, segment(10, prompt=5, versions=(1, 4)))]))
+    (fact,) = facts(Rows(encode([trajectory(0, segment(10, prompt=5, versions=(1, 4)))])))
     assert (fact.min_version, fact.max_version) == (4, 4)
-    (nothing,) = facts(encode([trajectory(0, segment(10, prompt=10))]))
+    (nothing,) = facts(Rows(encode([trajectory(0, segment(10, prompt=10))])))
     assert (nothing.num_trained_tokens, nothing.min_version, nothing.max_version) == (0, None, None)
 
 
@@ -206,7 +206,7 @@ def test_facts_agree_with_the_slow_reckoning_token_by_token() -> None:
         )
         for member in range(40)
     ]
-    for fact, original in zip(facts(encode(wanted)), wanted, strict=True):
+    for fact, original in zip(facts(Rows(encode(wanted))), wanted, strict=True):
         assert (fact.min_version, fact.max_version) == original.version_range()
         assert (fact.num_tokens, fact.num_trained_tokens) == (original.num_tokens, original.num_trained_tokens)
 
@@ -240,7 +240,7 @@ BAD_SEGMENTS = {
 @pytest.mark.parametrize(("reason", "changes"), BAD_SEGMENTS.items())
 def test_a_malformed_segment_is_refused_by_name(reason: str, changes: dict[str, Any]) -> None:
     with pytest.raises(DataRefused, match=rf"group 7 member 1 attempt 0 segment 1 .*{reason}"):
-        facts(encode([trajectory(0), trajectory(1, segment(), segment(**changes)), trajectory(2)]))
+        facts(Rows(encode([trajectory(0), trajectory(1, segment(), segment(**changes)), trajectory(2)])))
 
 
 BAD_TRAJECTORIES = {
@@ -258,21 +258,21 @@ BAD_TRAJECTORIES = {
 @pytest.mark.parametrize(("reason", "changes"), BAD_TRAJECTORIES.items())
 def test_a_malformed_trajectory_is_refused_by_name(reason: str, changes: dict[str, Any]) -> None:
     with pytest.raises(DataRefused, match=reason):
-        facts(encode([trajectory(1, **changes)]), 1.0)
+        facts(Rows(encode([trajectory(1, **changes)])), 1.0)
 
 
 def test_how_evaluations_were_sampled_is_nobodys_business() -> None:
-    assert len(facts(encode([trajectory(1, purpose="eval", top_p=0.9, top_k=40, temperature=0.0)]), 1.0)) == 1
+    assert len(facts(Rows(encode([trajectory(1, purpose="eval", top_p=0.9, top_k=40, temperature=0.0)])), 1.0)) == 1
 
 
 def test_the_same_trajectory_twice_in_one_batch_is_refused() -> None:
     with pytest.raises(DataRefused, match="same trajectory twice"):
-        facts(encode([trajectory(1), trajectory(2), trajectory(1)]))
+        facts(Rows(encode([trajectory(1), trajectory(2), trajectory(1)])))
 
 
 def test_segments_out_of_order_are_refused() -> None:
     batch = encode([trajectory(0, segment(), segment(), segment())]).take(pa.array([0, 2, 1]))
     with pytest.raises(DataRefused, match="does not follow"):
-        facts(batch)
+        facts(Rows(batch))
     with pytest.raises(Corrupt, match="does not follow"):
         decode(batch)

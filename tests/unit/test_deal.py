@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from rollstream.buffer.columns import encode
+from rollstream.buffer.columns import Rows, encode
 from rollstream.buffer.deal import costs, deal
 from rollstream.buffer.header import assemble, digest_of, entries, header_of
 from rollstream.buffer.types import Batch, Segment, Trajectory, TrajectoryKey
@@ -56,7 +56,7 @@ def test_a_header_counts_what_was_sampled_in_each_run_of_each_segment() -> None:
 
 
 def test_a_header_does_not_depend_on_the_order_of_rows_in_the_log() -> None:
-    backwards = entries(encode(BATCH.trajectories[::-1]))
+    backwards = entries(Rows(encode(BATCH.trajectories[::-1])))
     assert assemble(backwards, BATCH.groups) == header_of(BATCH)
 
 

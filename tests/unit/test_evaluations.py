@@ -9,7 +9,7 @@ import pytest
 
 from leased import grant, played
 from rollstream.buffer.books import Books
-from rollstream.buffer.columns import encode
+from rollstream.buffer.columns import Rows, encode
 from rollstream.buffer.evaluation_facts import Played, played_of, purpose_of
 from rollstream.buffer.evaluation_recovery import forget_evaluations
 from rollstream.buffer.evaluation_rules import EvaluationRules
@@ -282,11 +282,11 @@ def trajectory(purpose: Any, versions: tuple[int, ...]) -> Trajectory:
 
 def test_rows_tell_their_purpose_and_the_versions_of_all_their_tokens_not_only_of_the_sampled() -> None:
     batch = encode([trajectory("eval", (3, 4))])
-    (one,) = played_of(batch, facts(batch))
+    (one,) = played_of(Rows(batch), facts(Rows(batch)))
     assert (one.versions, one.success, one.fact.min_version) == ((3, 4), 1.0, 4)
-    assert purpose_of(batch) == "eval"
+    assert purpose_of(Rows(batch)) == "eval"
     with pytest.raises(DataRefused, match="eval and train; send them apart"):
-        purpose_of(encode([trajectory("eval", (3,)), trajectory("train", (3,))]))
+        purpose_of(Rows(encode([trajectory("eval", (3,)), trajectory("train", (3,))])))
 
 
 def test_contradictions_are_refused_with_their_numbers() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from rollstream import cli
 from rollstream.buffer.books import Books
-from rollstream.buffer.columns import encode, frame_checksum, to_frame
+from rollstream.buffer.columns import Rows, encode, frame_checksum, to_frame
 from rollstream.buffer.facts import facts
 from rollstream.buffer.inspect import VIEWS, Inspector
 from rollstream.buffer.ledger import Ledger
@@ -54,7 +54,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         while (lease := books.grant("actor-0", 0.0)) is not None:
             batch = encode([trajectory(lease, member) for member in lease.members])
             append_id += 1
-            assert {books.receive(fact, append_id) for fact in facts(batch)} == {"store"}
+            assert {books.receive(fact, append_id) for fact in facts(Rows(batch))} == {"store"}
             frame = to_frame(batch)
             ledger.put_append(append_id, log.append(frame, frame_checksum(frame)), batch.num_rows, len(lease.members))
         assert books.batch(version) is not None

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rollstream.buffer.books import Books
-from rollstream.buffer.columns import encode, frame_checksum, to_frame
+from rollstream.buffer.columns import Rows, encode, frame_checksum, to_frame
 from rollstream.buffer.facts import facts
 from rollstream.buffer.inspect import Filter, Inspector
 from rollstream.buffer.ledger import Ledger
@@ -42,7 +42,7 @@ class Writer:
             keys = [TrajectoryKey(0, lease.group_id, member, lease.attempt) for member in (0, 1)]
             task = (lease.env_id, lease.task_index, lease.seed)
             batch = encode([Trajectory(key, *task, "train", (segment,), float(key.member), "terminated", "terminated") for key in keys])
-            assert {books.receive(fact, version) for fact in facts(batch)} == {"store"}
+            assert {books.receive(fact, version) for fact in facts(Rows(batch))} == {"store"}
             frame = to_frame(batch)
             self.ledger.put_append(version, self.log.append(frame, frame_checksum(frame)), batch.num_rows, 2)
             assert books.batch(version) is not None

@@ -22,7 +22,7 @@ from rollstream.actors.record import Record
 from rollstream.actors.rollout import Player, Renderers, sampling_seed
 from rollstream.actors.sampler import Completion, SamplingParams
 from rollstream.actors.scripted_sampler import ScriptedSampler
-from rollstream.buffer.columns import encode
+from rollstream.buffer.columns import Rows, encode
 from rollstream.buffer.facts import facts
 from rollstream.buffer.manifest import Manifest
 from rollstream.buffer.types import Trajectory
@@ -117,7 +117,7 @@ def player(sampler: Any, trouble: str = "", *, timeout_s: float = 30.0, turn: in
 
 def check(trajectory: Trajectory) -> Trajectory:
     """Every trajectory, however it ended, is one the buffer stores."""
-    (fact,) = facts(encode([trajectory]))
+    (fact,) = facts(Rows(encode([trajectory])))
     assert fact.status == trajectory.status
     return trajectory
 
