@@ -1,9 +1,9 @@
 """The stream at full rate: producer processes → durable buffer → consumer, in groups of 8 trajectories of 1 k to 32 k tokens (log-uniform).
 
 Yardsticks of the same run, interleaved with it: one *copy* is a memcpy of the same bytes; a *plain write* gives as many bytes to the kernel, for a file that
-grows, which a durable stream cannot do without (on a virtual machine a page may cost more at its first use than all else); the same trajectories as pickled
-and as msgpack Python lists, and as pickled NumPy arrays, over a plain ZeroMQ pipe between two processes, which stores nothing; Ray's object store and queue
-where ray is installed.
+grows (on a virtual machine a page may cost more at its first use than all else); a *bare relay* (``bare_relay``) is the least that any stream does that goes
+over sockets and through a file, four processes that look at nothing; the same trajectories as pickled and as msgpack Python lists, and as pickled NumPy arrays,
+over a plain ZeroMQ pipe between two processes, which stores nothing; Ray's object store and queue where ray is installed.
 
 Rate: columns that reached the consumer (9 bytes a token and the small ones) per second, decoded and ready to train. CPU: producers, buffer and consumer
 together, user and system. Latency: from the actor's ``append`` of a trajectory until the learner holds its batch, once under full load (queueing
@@ -31,6 +31,7 @@ from typing import BinaryIO
 import msgspec
 import numpy as np
 import psutil
+from bare_relay import BareRelay
 from report import Row, options, report, row
 from stream_rivals import RIVALS, Pipe, ray_rates
 
@@ -278,21 +279,29 @@ def write_bytes_per_s(file: BinaryIO, size_bytes: int = 1_000_000, repeats: int 
     return size_bytes * repeats / (time.perf_counter() - began)
 
 
-def columns_us(num_trajectories: int, repeats: int, num_tokens: int = 2048) -> float:
-    """CPU microseconds per trajectory to encode, frame, checksum, verify and decode so many at a time."""
+def columns_us(num_trajectories: int, repeats: int, *, framed: bool, num_tokens: int = 2048) -> float:
+    """CPU microseconds per trajectory to encode and decode so many at a time; ``framed``: and to frame, checksum and verify them in between."""
     group = [msgspec.structs.replace(make_trajectory(num_tokens, member), key=TrajectoryKey(0, 0, member, 0)) for member in range(num_trajectories)]
+
+    def once() -> None:
+        batch = encode(group)
+        if framed:
+            frame = to_frame(batch)
+            batch = from_frame(frame, frame_checksum(frame))
+        assert len(decode(batch)) == num_trajectories
+
+    once()  # its memory is new
     began = time.process_time()
     for _ in range(repeats):
-        frame = to_frame(encode(group))
-        assert len(decode(from_frame(frame, frame_checksum(frame)))) == num_trajectories
+        once()
     return (time.process_time() - began) / repeats / num_trajectories * 1e6
 
 
 # --- all of it ------------------------------------------------------------------------------------------------------------------------
 
 
-def stream_rows(measured: list[Figures], copies: list[float], writes: list[float]) -> list[Row]:
-    """Our stream against a copy and against a plain write."""
+def stream_rows(measured: list[Figures], copies: list[float], writes: list[float], relays: list[tuple[float, float]]) -> list[Row]:
+    """Our stream against a copy, a plain write and a bare relay (bytes per second, CPU seconds per byte)."""
     copy = statistics.median(copies)
     pairs = list(zip(measured, copies, strict=True))
     latencies = [latency for figures in measured for latency in figures.latencies_ms]
@@ -306,6 +315,10 @@ def stream_rows(measured: list[Figures], copies: list[float], writes: list[float
         row("stream, wall over copy", [figures.wall_s * value / figures.size_bytes for figures, value in pairs], "copies"),
         row("plain write to a file", [value / 1e9 for value in writes], "GB/s", yardstick="copy", over=copy / 1e9),
         row("stream, wall over write", [figures.wall_s * value / figures.size_bytes for figures, value in zip(measured, writes, strict=True)], "writes"),
+        row("bare relay", [rate / 1e9 for rate, _ in relays], "GB/s", yardstick="copy", over=copy / 1e9),
+        row("bare relay, CPU", [cpu * BYTES_PER_TOKEN * 1e6 for _, cpu in relays], "s/M tokens", yardstick="copy", over=BYTES_PER_TOKEN * 1e6 / copy),
+        row("stream, wall over relay", [figures.wall_s * rate / figures.size_bytes for figures, (rate, _) in zip(measured, relays, strict=True)], "relays"),
+        row("stream, CPU over relay", [figures.cpu_s / figures.size_bytes / cpu for figures, (_, cpu) in zip(measured, relays, strict=True)], "relays"),
         row("loaded latency p50", [float(np.percentile(latencies, 50))], "ms"),
         row("loaded latency p99", [float(np.percentile(latencies, 99))], "ms"),
         row("buffer, resident", [figures.buffer_mb for figures in measured], "MB"),
@@ -319,19 +332,22 @@ def main() -> None:
     pool = make_pool(64, SHORTEST, LONGEST)
     copies: list[float] = []
     writes: list[float] = []
+    relays: list[tuple[float, float]] = []
     rival_figures: dict[str, list[tuple[float, float]]] = {name: [] for name in RIVALS}
     with Pipe() as pipe, tempfile.TemporaryFile(buffering=0) as file:
 
         def between() -> None:
             copies.append(copy_bytes_per_s())
             writes.append(write_bytes_per_s(file))
+            with BareRelay() as relay:
+                relays.append(relay.measure(seconds / 3))
 
         measured = measure_stream(pool, 16, seconds, repeats, between)
         with_images = measure_stream(pool, 4, seconds, repeats, lambda: None, num_images=NUM_IMAGES)
         for _ in range(repeats):
             for name in RIVALS:
                 rival_figures[name].append(pipe.measure(name, pool, seconds / 3))
-    rows = stream_rows(measured, copies, writes)
+    rows = stream_rows(measured, copies, writes, relays)
     rates = [figures.size_bytes / figures.wall_s / 1e9 for figures in with_images]
     rows.append(row(f"stream with {NUM_IMAGES} images of {len(IMAGE) // 1000} kB", rates, "GB/s", yardstick="copy", over=statistics.median(copies) / 1e9))
     ours_rate, ours_cpu = rows[1].value, rows[3].value
@@ -347,7 +363,8 @@ def main() -> None:
     rows.append(row("quiet latency p50, group of 8 × 1 k", [float(np.percentile(quiet, 50))], "ms"))
     rows.append(row("quiet latency p99, group of 8 × 1 k", [float(np.percentile(quiet, 99))], "ms"))
     for num in (GROUP_SIZE, 7 * GROUP_SIZE, 64 * GROUP_SIZE):  # a group; as much as one append coalesces; the 13.6 MB of a whole batch
-        rows.append(row(f"encode + decode, {num} of 2048 tokens", [columns_us(num, 1600 // num) for _ in range(repeats)], "µs per trajectory"))
+        for framed, name in ((False, "encode + decode"), (True, "the same with frame and checksums")):
+            rows.append(row(f"{name}, {num} of 2048 tokens", [columns_us(num, 4096 // num, framed=framed) for _ in range(repeats)], "µs/trajectory"))
     report(rows, arguments.json)
 
 

@@ -103,7 +103,8 @@ class ActorClient:
         self._socket.setsockopt(zmq.LINGER, 200)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
         self._socket.setsockopt(zmq.SNDHWM, 0)  # bounded by the bytes that the buffer grants
-        self._socket.setsockopt(zmq.SNDBUF, 4 * 2**20)
+        if self._endpoint.startswith("ipc://"):
+            self._socket.setsockopt(zmq.SNDBUF, wire.LOCAL_SOCKET_BYTES)
         self._door = Door(self._socket, self._endpoint, self._keys)
         self._socket.connect(self._endpoint)
         self._silent_beats = 0

@@ -147,13 +147,15 @@ def _offsets(lengths: Sequence[int]) -> tuple[int, pa.Buffer]:
 
 def _lists(arrays: list[npt.NDArray[Any]], total: int, offsets: pa.Buffer, list_type: pa.ListType, dtype: np.dtype[Any]) -> pa.Array:
     """One list per array, values concatenated once, into memory of Arrow's pool (fresh pages cost more than the copy)."""
-    if not all(array.dtype == dtype for array in arrays):
-        arrays = [_converted(array, dtype) for array in arrays]
     target = pa.allocate_buffer(total * dtype.itemsize)
     if total:
-        np.concatenate(arrays, out=np.frombuffer(target, dtype))
-    values = pa.Array.from_buffers(list_type.value_type, total, [None, target], 0)
-    return pa.Array.from_buffers(list_type, len(arrays), [None, offsets], 0, children=[values])
+        values = np.frombuffer(target, dtype)
+        try:
+            np.concatenate(arrays, out=values, casting="equiv")
+        except TypeError:  # some have another type
+            np.concatenate([_converted(array, dtype) for array in arrays], out=values)
+    flat = pa.Array.from_buffers(list_type.value_type, total, [None, target], 0)
+    return pa.Array.from_buffers(list_type, len(arrays), [None, offsets], 0, children=[flat])
 
 
 _INT32_MAX = int(np.iinfo(np.int32).max)

@@ -175,7 +175,6 @@ def _router(context: Context) -> zmq.Socket[bytes]:
     socket.setsockopt(zmq.RCVHWM, _MAX_WAITING)
     socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_FRAME_BYTES)
     socket.setsockopt(zmq.LINGER, 1000)
-    socket.setsockopt(zmq.RCVBUF, 4 * 2**20)
     return socket
 
 
@@ -183,6 +182,7 @@ def _bind(socket: zmq.Socket[bytes], run: Run) -> None:
     """Opens the run's endpoint."""
     if run.bind_endpoint.startswith("ipc://"):
         _prepare_folder(run)
+        socket.setsockopt(zmq.RCVBUF, wire.LOCAL_SOCKET_BYTES)
     if "[" in run.bind_endpoint:
         socket.setsockopt(zmq.IPV6, 1)
     try:

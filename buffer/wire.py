@@ -45,6 +45,9 @@ PROTOCOL_VERSION = 11
 MAX_FRAME_BYTES = 64 * 2**20
 """Of one frame to the buffer. A peer that sends a longer one loses its connection."""
 
+LOCAL_SOCKET_BYTES = 4 * 2**20
+"""What the kernel may hold of a Unix socket on its way, as far as it allows: some appends, so that sender and receiver need not take turns."""
+
 RefusalCode = Literal[
     "unknown_peer",
     "replaced",
