@@ -155,8 +155,7 @@ class _Client:
         self._peer_id = peer_id
         self._silent_s = silent_s
         self._incarnation = uuid.uuid4().hex
-        self._version: int | None = None
-        self._lineage: int | None = None
+        self._held: tuple[int | None, int | None, int | None] = (None, None, None)  # version, lineage, vocabulary of its policy
         self._context = zmq.Context()
         self._connections: dict[int, Connection] = {}
         self._lock = threading.Lock()
@@ -188,7 +187,8 @@ class _Client:
 
     def _introduction(self, index: int) -> wire.Hello:
         if index == 0:
-            return wire.Hello(self._role, self._peer_id, self._incarnation, SCHEMA_VERSION, version=self._version, lineage=self._lineage)
+            held = dict(zip(("version", "lineage", "vocabulary"), self._held, strict=True))
+            return msgspec.structs.replace(wire.Hello(self._role, self._peer_id, self._incarnation, SCHEMA_VERSION), **held)
         return wire.Hello(self._role, f"{self._peer_id}/{index}", self._incarnation, SCHEMA_VERSION)
 
     def _ask(self, message: wire.ClientMessage, timeout_s: float | None = None) -> wire.ServerMessage:
@@ -225,17 +225,17 @@ class LearnerClient(_Client):
         self._stalled_s = stalled_s
         self._cache = BlobCache(_BLOB_CACHE_BYTES)
 
-    def hello(self, version: int | None, lineage: int | None = None) -> wire.Welcome:
+    def hello(self, version: int | None, lineage: int | None = None, vocabulary: int | None = None) -> wire.Welcome:
         """Says that the learner holds ``version`` of ``lineage`` (None: the current one); recorded batches beyond it will be served again.
 
-        A rank other than 0 says no version, which changes nothing.
+        A rank other than 0 says no version, which changes nothing. ``vocabulary`` is how many token ids the policy knows; rows with others will be refused.
 
         Raises:
             DeadlineExceeded: no buffer answered.
             Refused: wrong run, protocol or schema, a version the buffer never saw, or one that a fork abandoned.
 
         """
-        self._version, self._lineage = version, lineage
+        self._held = (version, lineage, vocabulary)
         welcome = self._ask(self._introduction(0))
         assert isinstance(welcome, wire.Welcome)
         return welcome
@@ -251,9 +251,8 @@ class LearnerClient(_Client):
             Refused: that version is neither recorded nor next, or its rows are damaged.
 
         """
-        connection = self.connection
+        connection, mapped = self.connection, self._files is not None
         waited_for, since = "", time.monotonic()
-        mapped = self._files is not None
         while not stop.is_set():
             ask = wire.PullBatch(version, self._rank, self._ranks, mapped)
             answer = connection.request(ask, cancelled=lambda: stop.is_set() or connection.stop_reason is not None)
@@ -307,7 +306,7 @@ class LearnerClient(_Client):
             Refused: a version was left out.
 
         """
-        self._version, self._lineage = version, None  # trained here, so of the current lineage
+        self._held = (version, None, self._held[2])  # trained here, so of the current lineage
         self._ask(wire.Trained(version))
 
     def published(self, version: int, digest: str) -> str:

@@ -203,6 +203,10 @@ class Evaluations:
         """Groups ``peer_id`` holds a lease of."""
         return frozenset(self._held.get(peer_id, ()))
 
+    def num_held(self, peer_id: str) -> int:
+        """How many those are."""
+        return len(self._held.get(peer_id, ()))
+
     def postpone(self, seconds: float) -> None:
         """A time in which nothing could be taken in counts for no lease."""
         for evaluation in self._open.values():

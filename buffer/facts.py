@@ -80,8 +80,10 @@ class Lists(NamedTuple):
         return bisect.bisect_right(self.bounds, place) - 1
 
 
-def facts(rows: Rows, temperature: float | None = None) -> list[Fact]:
-    """Checks ``rows`` and sums up their trajectories, in row order. ``temperature`` is the one that training rows have to be sampled at; None asks for none.
+def facts(rows: Rows, temperature: float | None = None, vocabulary: int | None = None) -> list[Fact]:
+    """Checks ``rows`` and sums up their trajectories, in row order.
+
+    Training rows have to be sampled at ``temperature``, all token ids to be below ``vocabulary``; None asks for neither.
 
     Raises:
         DataRefused: a row that must not be stored; the message names it.
@@ -97,7 +99,7 @@ def facts(rows: Rows, temperature: float | None = None) -> list[Fact]:
     check = _Check(keys, small["segment"])
     _check_endings(check, small)
     _check_sampling(check, small, temperature)
-    mask = _check_tokens(check, rows)
+    mask = _check_tokens(check, rows, vocabulary)
     lengths = mask.lengths
     _check_turns(check, lengths, rows)
     starts, values = rows.listed("version_starts"), rows.listed("version_values")
@@ -211,7 +213,7 @@ def _check_sampling(check: _Check, small: dict[str, list[Any]], temperature: flo
         check.rows(others, f"was sampled at another temperature than actors.sampling.temperature, {temperature:g}, at which this run trains")
 
 
-def _check_tokens(check: _Check, column: Rows) -> Lists:
+def _check_tokens(check: _Check, column: Rows, vocabulary: int | None) -> Lists:
     """The loss masks, once they and the log-probabilities fit the tokens."""
     tokens, mask, logprobs = (Lists.of(column[name]) for name in ("token_ids", "loss_mask", "behaviour_logprobs"))
     for name, other in (("loss_mask", mask), ("behaviour_logprobs", logprobs)):
@@ -227,6 +229,11 @@ def _check_tokens(check: _Check, column: Rows) -> Lists:
         check.values(mask, logprobs.values > MAX_LOGPROB, "has behaviour_logprobs above 0, which no probability has; were they negated?")
     if tokens.values.min() < 0:
         check.values(mask, tokens.values < 0, "has a negative token id")
+    if vocabulary is not None and tokens.values.max() >= vocabulary:
+        what = f"has token id {tokens.values.max()}: the policy knows 0 to {vocabulary - 1}; was it sampled from another?"
+        check.values(mask, tokens.values >= vocabulary, what)
+    if (firsts := mask.values[mask.bounds[:-1]] == 1).any():
+        check.rows(firsts, "trains on its first token, which nothing before it scores; its loss_mask has to be 0 there")
     unsampled = (logprobs.values != 0) > mask.values.view(np.bool_)
     check.values(mask, unsampled, "has behaviour_logprobs at tokens the policy did not sample (loss_mask 0); they must be 0 there")
     return mask

@@ -60,6 +60,7 @@ class Handlers:
         self.round_bytes = 0
         self._run_id = run.run_id
         self._temperature = run.config.actors.sampling.temperature
+        self._vocabulary: int | None = books.ledger.meta("vocabulary")
         self._compression: Compression = run.config.buffer.compression
         self._holders = Holders(books, self.evaluations, self.peers, run.config.buffer.lease_timeout_s)
         self._outbox: list[Sequence[Any]] = []
@@ -253,6 +254,9 @@ class Handlers:
             raise Refused("replaced", f"another process is {hello.peer_id} by now; this one must end, or start again under a name of its own")
         check_name(hello.peer_id)
         self.books.tasks.announce(hello.tasks)
+        if hello.role == "learner" and hello.vocabulary is not None:
+            self._vocabulary = hello.vocabulary
+            self.books.ledger.set_meta("vocabulary", hello.vocabulary)
         if hello.role == "learner" and hello.version is not None:
             self.books.resume(hello.version, hello.lineage)
         peer = self.peers.hello(route, hello, now)
@@ -301,7 +305,7 @@ class Handlers:
         batch = from_frame(frame, message.checksum)
         self.books.counters["bytes_received"] += frame.size
         rows = Rows(batch)
-        found = facts(rows, self._temperature)
+        found = facts(rows, self._temperature, self._vocabulary)
         if len(found) != message.num_trajectories:
             raise Refused("malformed", f"{message.num_trajectories} trajectories announced, {len(found)} found")
         self._check_known(rows, found)

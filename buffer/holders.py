@@ -32,7 +32,7 @@ class Holders:
 
     def num_held(self, peer: Peer) -> int:
         """Groups that a peer holds."""
-        return len(self._of(peer).held(peer.peer_id))
+        return self._of(peer).num_held(peer.peer_id)
 
     def greet(self, peer: Peer, holding: list[int], now: float) -> None:
         """A process says Hello: it keeps what it says it plays, if nobody else has it by now; the rest of what it held is offered again."""
@@ -89,8 +89,13 @@ class Holders:
         """Leases to push, as far as admission and credit go."""
         pushed: dict[bytes, list[wire.Lease]] = {}
         for role in ("actor", "evaluator"):
-            while (peer := self._peers.neediest(role)) is not None and (lease := self._of(peer).grant(peer.peer_id, now)) is not None:
+            while (peer := self._neediest(role)) is not None and (lease := self._of(peer).grant(peer.peer_id, now)) is not None:
                 peer.credit -= 1
                 peer.num_pushed += 1
                 pushed.setdefault(peer.route, []).append(lease)
         return [(route, wire.Leases(leases)) for route, leases in pushed.items()]
+
+    def _neediest(self, role: str) -> Peer | None:
+        """Of those with credit the one that holds fewest leases: who asks for more than it plays keeps no other waiting. None where nobody has credit."""
+        asking = (peer for peer in self._peers if peer.role == role and peer.credit > 0)
+        return min(asking, key=lambda peer: (self.num_held(peer), -peer.credit), default=None)

@@ -148,6 +148,10 @@ class Leases:
         """Groups ``peer_id`` holds a lease of."""
         return frozenset(self._held.get(peer_id, ()))
 
+    def num_held(self, peer_id: str) -> int:
+        """How many those are."""
+        return len(self._held.get(peer_id, ()))
+
     def awaits(self, group_id: int) -> bool:
         """Whether a group still waits for members."""
         group = self._groups.get(group_id)

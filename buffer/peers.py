@@ -106,8 +106,3 @@ class Peers:
 
     def __iter__(self) -> Iterator[Peer]:
         return iter(list(self._by_id.values()))
-
-    def neediest(self, role: Role) -> Peer | None:
-        """The actor or evaluator with the most credit, None where nobody has any."""
-        found = max((peer for peer in self._by_id.values() if peer.role == role), key=lambda peer: peer.credit, default=None)
-        return found if found is not None and found.credit > 0 else None

@@ -40,7 +40,7 @@ from .wire_parts import RetainedVersion as RetainedVersion
 from .wire_parts import Role as Role
 from .wire_parts import SkippedVersion as SkippedVersion
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 
 MAX_FRAME_BYTES = 64 * 2**20
 """Of one frame to the buffer. A peer that sends a longer one loses its connection."""
@@ -77,7 +77,8 @@ class Hello(Message, frozen=True):
     """Introduces a peer. ``incarnation`` differs at every process start; ``holding`` lists the groups this very process still plays.
 
     The learner gives the ``version`` of ``lineage`` it holds: batches after it that were recorded are served again (redo). None leaves the books as they are.
-    An actor says in ``tasks`` how many tasks its environments have, where their number is finite.
+    An actor says in ``tasks`` how many tasks its environments have, where their number is finite. The learner says in ``vocabulary`` how many token ids its
+    policy knows: rows with others could never train and are refused from then on.
     """
 
     role: Role
@@ -88,6 +89,7 @@ class Hello(Message, frozen=True):
     version: int | None = None
     tasks: dict[str, int] = {}
     lineage: int | None = None
+    vocabulary: int | None = None
 
 
 class Credit(Message, frozen=True):

@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 class BatchSource(Protocol):
     """Where batches come from and what is told back: the buffer's client, or a recording of one. Only rank 0 tells anything."""
 
-    def hello(self, version: int | None, lineage: int | None) -> Welcome: ...  # noqa: D102 - as LearnerClient
+    def hello(self, version: int | None, lineage: int | None, vocabulary: int | None) -> Welcome: ...  # noqa: D102 - as LearnerClient
     def pull(self, version: int, on_wait: Callable[[str], None], stop: threading.Event) -> Batch | None: ...  # noqa: D102
     def trained(self, version: int) -> None: ...  # noqa: D102
     def published(self, version: int, digest: str) -> str: ...  # noqa: D102
@@ -173,10 +173,11 @@ def _hello(source: BatchSource, held: Held, ranks: Ranks) -> None:
     """Rank 0 first: what it holds decides which batches are served."""
     with ranks.together():
         if ranks.leads:
-            held.lineage = source.hello(held.version, held.lineage).lineage  # from here on in the current one, which shares the version held
+            welcome = source.hello(held.version, held.lineage, held.policy.vocabulary)
+            held.lineage = welcome.lineage  # from here on in the current one, which shares the version held
     with ranks.together():
         if not ranks.leads:
-            source.hello(None, None)
+            source.hello(None, None, None)
 
 
 def _publisher(run: Run, held: Held) -> Publisher | GatheringPublisher:

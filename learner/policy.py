@@ -63,6 +63,8 @@ class Policy:
         ranks: Ranks | None = None,
     ) -> None:
         self.model: Any = model
+        self.vocabulary = int(self.model.get_input_embeddings().weight.shape[0])
+        """How many token ids it knows."""
         self.value_head = value_head
         self.ranks = ranks or Ranks()
         """Those that hold it together."""

@@ -93,7 +93,6 @@ class Stepper:
         self.optimizer = optimizer
         self._objective = Objective(config.learner.loss)
         self._cost = cost_of(policy.model)
-        self._vocabulary = int(policy.model.get_input_embeddings().weight.shape[0])
         self.num_steps = 0
         """How often the optimiser has changed the weights."""
         self._parameters, self._value_parameters = parameters_of(optimizer)
@@ -112,7 +111,7 @@ class Stepper:
     def plan(self, batch: Batch) -> Work:
         """As :meth:`prepare`, without a word to the other ranks."""
         learner = self.config.learner
-        flat = flatten(batch, self.config.buffer.max_lag, vocabulary=self._vocabulary, drop=learner.loss.nonfinite == "drop")
+        flat = flatten(batch, self.config.buffer.max_lag, vocabulary=self.policy.vocabulary, drop=learner.loss.nonfinite == "drop")
         decided = plan(flat.rows, learner.loss, learner.advantage, self.config.buffer.degenerate)
         if decided.staleness is not None and decided.staleness.dropped_tokens:
             logger.warning("version=%d dropped_stale_tokens=%d bound=%d", batch.version, decided.staleness.dropped_tokens, self.config.buffer.max_lag)

@@ -95,7 +95,7 @@ class Stream:
         trajectories = decode(part)
         return Batch(0, version, tuple(dict.fromkeys(one.key.group_id for one in trajectories)), tuple(trajectories))
 
-    def hello(self, version: int, lineage: int) -> Welcome:
+    def hello(self, version: int, lineage: int, vocabulary: int) -> Welcome:
         return Welcome(0, version)
 
     def pull(self, version: int, on_wait: Callable[[str], None], stop: threading.Event) -> Batch | None:

@@ -72,7 +72,7 @@ class Source:
     def __init__(self, ranks: Ranks, before: Callable[[int], None] = lambda version: None) -> None:
         self.ranks, self.before, self.told, self.digests = ranks, before, list[str](), dict[int, str]()
 
-    def hello(self, version: int | None, lineage: int | None) -> Welcome:
+    def hello(self, version: int | None, lineage: int | None, vocabulary: int | None) -> Welcome:
         return Welcome(0, version or 0)
 
     def pull(self, version: int, on_wait: Callable[[str], None], stop: threading.Event) -> Batch | None:

@@ -92,7 +92,7 @@ class Stream:
 
     # --- what the learner calls -----------------------------------------------------------------------------------------------------------
 
-    def hello(self, version: int, lineage: int) -> Welcome:
+    def hello(self, version: int, lineage: int, vocabulary: int) -> Welcome:
         self.books.resume(version, lineage)
         return Welcome(self.books.lineage, self.books.version)
 

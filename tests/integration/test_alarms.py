@@ -84,7 +84,7 @@ class Recording:
         self.change = change
         self.trained_versions: list[int] = []
 
-    def hello(self, version: int, lineage: int) -> Welcome:
+    def hello(self, version: int, lineage: int, vocabulary: int) -> Welcome:
         return Welcome(0, version)
 
     def pull(self, version: int, on_wait: Callable[[str], None], stop: threading.Event) -> Batch | None:

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from rollstream.buffer.audit import audit
@@ -193,6 +194,27 @@ def test_one_bad_trajectory_fails_alone_and_the_others_beside_it_are_stored(run:
     assert isinstance(misfit, DataRefused)
     assert status is not None
     assert status.counters["trajectories_stored"] == 2
+
+
+def test_tokens_that_the_policy_does_not_know_are_refused_also_by_a_buffer_started_anew(run: Run) -> None:
+    async def act(last_id: int) -> None:
+        async with actor_client(run) as client:
+            lease = await one_lease(client)
+            item = play(lease, lease.members[0])
+            tokens = item.segments[0].token_ids.copy()
+            tokens[-1] = last_id
+            await client.append(msgspec.structs.replace(item, segments=(msgspec.structs.replace(item.segments[0], token_ids=tokens),)))
+
+    with serving(run), LearnerClient(run.endpoint, run.run_id) as learner:
+        learner.hello(0, None, 200_000)
+        with pytest.raises(Refused, match="has token id 200000: the policy knows 0 to 199999"):
+            asyncio.run(act(200_000))
+    with serving(run):
+        with pytest.raises(Refused, match="has token id 200000"):
+            asyncio.run(act(200_000))
+        asyncio.run(act(199_999))
+    report = audit(run.folder)
+    assert (report.closes, report.problems, report.num_trajectories) == (True, [], 1)
 
 
 def test_a_client_of_another_run_is_refused(run: Run) -> None:

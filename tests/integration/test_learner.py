@@ -91,7 +91,7 @@ class Recording:
         self.digests: dict[int, str] = {}
         self.syncs = 0
 
-    def hello(self, version: int, lineage: int) -> Welcome:
+    def hello(self, version: int, lineage: int, vocabulary: int) -> Welcome:
         self.held.append(version)
         return Welcome(0, version)
 

@@ -68,7 +68,7 @@ class Recording:
     def __init__(self, last: int = 10**9) -> None:
         self.last, self.version = last, 0
 
-    def hello(self, version: int, lineage: int) -> Welcome:
+    def hello(self, version: int, lineage: int, vocabulary: int) -> Welcome:
         return Welcome(0, version)
 
     def pull(self, version: int, on_wait: Callable[[str], None], stop: threading.Event) -> Batch | None:

@@ -32,7 +32,7 @@ def buffer() -> Iterator[Any]:
 
 def frame(group_id: int = 0, member: int = 0, attempt: int = 0) -> bytes:
     zeros = np.zeros(1, np.int32)
-    segment = Segment(np.arange(6, dtype=np.int32), np.ones(6, np.uint8), np.zeros(6, np.float32), zeros, zeros, zeros, ("assistant",), (None,))
+    segment = Segment(np.arange(6, dtype=np.int32), (np.arange(6) > 0).astype(np.uint8), np.zeros(6, np.float32), zeros, zeros, zeros, ("assistant",), (None,))
     key = TrajectoryKey(0, group_id, member, attempt)
     return to_frame(encode([Trajectory(key, "Acme/Calculator-v0", 0, 0, "train", (segment,), 1.0, "terminated", "terminated")])).to_pybytes()
 

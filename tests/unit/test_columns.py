@@ -79,7 +79,7 @@ digests = st.binary(min_size=32, max_size=32).map(bytes.hex)
 @st.composite
 def segments(draw: st.DrawFn) -> Segment:
     num_tokens = draw(st.integers(1, 20))
-    mask = np.array(draw(st.lists(st.integers(0, 1), min_size=num_tokens, max_size=num_tokens)), np.uint8)
+    mask = np.array([0, *draw(st.lists(st.integers(0, 1), min_size=num_tokens - 1, max_size=num_tokens - 1))], np.uint8)
     starts = sorted(draw(st.sets(st.integers(1, num_tokens - 1), max_size=3))) if num_tokens > 1 else []
     values = sorted(draw(st.lists(st.integers(0, 9), min_size=len(starts) + 1, max_size=len(starts) + 1)))
     images = sorted(draw(st.sets(st.integers(0, num_tokens - 1), max_size=2)))
@@ -202,7 +202,7 @@ def test_facts_agree_with_the_slow_reckoning_token_by_token() -> None:
     rng = np.random.default_rng(5)
     wanted = [
         trajectory(
-            member, *(segment(int(rng.integers(2, 30)), prompt=int(rng.integers(0, 3)), versions=tuple(sorted(rng.integers(0, 9, 2)))) for _ in range(3))
+            member, *(segment(int(rng.integers(2, 30)), prompt=int(rng.integers(1, 3)), versions=tuple(sorted(rng.integers(0, 9, 2)))) for _ in range(3))
         )
         for member in range(40)
     ]
@@ -233,6 +233,8 @@ BAD_SEGMENTS = {
     "behaviour_logprobs above 0": {"behaviour_logprobs": np.where(np.arange(12) == 7, 0.01, -0.0).astype(np.float32)},
     "a negative token id": {"token_ids": np.where(np.arange(12) == 2, -7, 3).astype(np.int32)},
     "a turn_reward that is not finite": {"turn_rewards": (None, float("nan"))},
+    "trains on its first token": {"loss_mask": np.array([1, *[0] * 3, *[1] * 8], np.uint8)},
+    "has token id 50000: the policy knows 0 to 49999": {"token_ids": np.where(np.arange(12) == 2, 50_000, 49_999).astype(np.int32)},
     "an image at tokens the policy sampled": {"media": (MediaSpan("ab" * 32, "image/png", 3, 2),)},
 }
 
@@ -240,7 +242,7 @@ BAD_SEGMENTS = {
 @pytest.mark.parametrize(("reason", "changes"), BAD_SEGMENTS.items())
 def test_a_malformed_segment_is_refused_by_name(reason: str, changes: dict[str, Any]) -> None:
     with pytest.raises(DataRefused, match=rf"group 7 member 1 attempt 0 segment 1 .*{reason}"):
-        facts(Rows(encode([trajectory(0), trajectory(1, segment(), segment(**changes)), trajectory(2)])))
+        facts(Rows(encode([trajectory(0), trajectory(1, segment(), segment(**changes)), trajectory(2)])), vocabulary=50_000)
 
 
 BAD_TRAJECTORIES = {

@@ -37,7 +37,7 @@ class Writer:
             lease = books.grant("actor-0", 0.0)
             assert lease is not None
             one = np.zeros(1, np.int32)
-            tokens = (np.arange(4, dtype=np.int32) + version, np.ones(4, np.uint8), np.zeros(4, np.float32))
+            tokens = (np.arange(4, dtype=np.int32) + version, np.array([0, 1, 1, 1], np.uint8), np.zeros(4, np.float32))
             segment = Segment(*tokens, one, one + version - 1, one, ("assistant",), (None,))
             keys = [TrajectoryKey(0, lease.group_id, member, lease.attempt) for member in (0, 1)]
             task = (lease.env_id, lease.task_index, lease.seed)

@@ -7,8 +7,9 @@ from typing import Any, get_args
 
 import msgspec
 import pytest
+import zmq
 
-from framed import Buffer
+from framed import RUN_ID, Buffer
 from rollstream.buffer import wire
 from rollstream.buffer.wire import Role
 
@@ -54,3 +55,19 @@ def test_a_name_that_no_log_could_show_is_refused(tmp_path: Path, name: str) -> 
     buffer.close()
     assert isinstance(said, wire.Refused)
     assert said.reason.startswith("a peer's name has 1 to 200 printable characters")
+
+
+@pytest.mark.parametrize(("greedy", "modest", "shares"), [(10_000, 2, (4, 2)), (10_000, 3, (3, 3)), (1, 100, (1, 5)), (100, 100, (3, 3))])
+def test_who_asks_for_more_than_there_is_takes_no_other_ones_share(tmp_path: Path, greedy: int, modest: int, shares: tuple[int, int]) -> None:
+    buffer = Buffer(tmp_path, depth=5, max_lag=5)  # six groups may be leased
+    asked = dict(zip((b"\x00greedy", b"\x00modest"), (greedy, modest), strict=True))
+    for route in asked:
+        hello = wire.Hello("actor", route[1:].decode(), "one", 1)
+        buffer.say(msgspec.msgpack.encode(wire.Envelope(wire.PROTOCOL_VERSION, RUN_ID, 1, hello)), route=route)
+    for route, num_groups in asked.items():
+        credit = msgspec.msgpack.encode(wire.Envelope(wire.PROTOCOL_VERSION, RUN_ID, 2, wire.Credit(num_groups)))
+        buffer.handlers.receive([zmq.Frame(route), zmq.Frame(credit)], buffer.now)
+    buffer.handlers.tick(buffer.now, drained=True)
+    held = tuple(len(buffer.handlers.books.held(route[1:].decode())) for route in asked)
+    assert held == shares
+    buffer.close()
