@@ -182,6 +182,7 @@ class Log:
                 os.close(self._file)
             self._file, self._file_segment, self._num_written = opened, segment, 0
             self._unsynced.append(path)
+            self.page_cache.begin(segment)
         return self._file
 
     def _written(self, size_bytes: int) -> None:

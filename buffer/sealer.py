@@ -87,10 +87,12 @@ class Sealer:
         seen = (self._books.version, self._books.ledger.synced_append_id, self._log.first_open)
         if self._job is None and seen != self._seen:
             self._seen = seen
+            needed_from = self._needed_from(self._books.version)
+            self._log.page_cache.keep_from(needed_from)
             if self._keep_bytes is not None:
                 self._remove_oldest(self._keep_bytes)
             if time.monotonic() >= self._not_before:
-                self._start_next()
+                self._start_next(needed_from)
 
     def recorded(self) -> None:
         """The round was committed: removes the files it made superfluous."""
@@ -105,9 +107,9 @@ class Sealer:
 
     # --- sealing --------------------------------------------------------------------------------------------------------------------
 
-    def _start_next(self) -> None:
+    def _start_next(self, needed_from: int) -> None:
         segment = self._next_closed()
-        if segment is None or segment >= self._needed_from(self._books.version):
+        if segment is None or segment >= needed_from:
             return
         self._amendments.cut()
         self._job = self._pool.submit(self._seal, segment, self._last_append_id, self._amendments.files.unsealed(self._closed_amendments))

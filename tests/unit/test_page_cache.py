@@ -74,6 +74,24 @@ def test_only_the_newest_bytes_stay_in_memory(tmp_path: Path) -> None:
     assert path.read_bytes() == b"".join(bytes([index]) * MEGABYTE for index in range(32))
 
 
+def test_what_a_batch_still_needs_stays_whatever_it_weighs(tmp_path: Path) -> None:
+    cache = PageCache(step_bytes=MEGABYTE, kept_bytes=4 * MEGABYTE)
+    paths = [tmp_path / f"{segment}" for segment in range(1, 5)]
+    cache.keep_from(2)  # before the first byte of anything
+    for segment, path in enumerate(paths, 1):
+        cache.begin(segment)
+        cache.keep_from(min(segment, 2))
+        for offset in write_slowly(path, 8):
+            cache.wrote(path, offset, MEGABYTE)
+    assert eventually(lambda: resident_bytes(paths[0]) <= 2 * MEGABYTE)
+    assert [resident_bytes(path) for path in paths[1:]] == [8 * MEGABYTE] * 3
+    cache.keep_from(4)
+    cache.wrote(paths[3], 8 * MEGABYTE, MEGABYTE)  # with the next step
+    assert eventually(lambda: sum(map(resident_bytes, paths[1:3])) <= 4 * MEGABYTE)
+    assert resident_bytes(paths[3]) == 8 * MEGABYTE
+    cache.close()
+
+
 def test_many_small_files_leave_as_one_large_one(tmp_path: Path) -> None:
     cache = PageCache(step_bytes=MEGABYTE, kept_bytes=4 * MEGABYTE)
     paths = [tmp_path / f"image-{index}" for index in range(160)]
