@@ -106,6 +106,14 @@ def encode(trajectories: Sequence[Trajectory]) -> pa.RecordBatch:
         DataRefused: a value that does not fit its column (a token id beyond int32).
 
     """
+    try:
+        return pa.RecordBatch.from_arrays(_columns(trajectories), schema=SCHEMA)
+    except (pa.ArrowException, ValueError, OverflowError, TypeError, AttributeError) as error:
+        named = trajectories[0].key if len(trajectories) == 1 else f"one of {len(trajectories)} trajectories"
+        raise DataRefused(f"{named} does not fit the columns of the stream: {error}") from error
+
+
+def _columns(trajectories: Sequence[Trajectory]) -> list[pa.Array]:
     segments = [segment for trajectory in trajectories for segment in trajectory.segments]
     small: list[tuple[Any, ...]] = []
     for trajectory in trajectories:
@@ -113,21 +121,16 @@ def encode(trajectories: Sequence[Trajectory]) -> pa.RecordBatch:
         for index, segment in enumerate(trajectory.segments):
             spans = [(span.digest, span.mime, span.start, span.length) for span in segment.media] if segment.media else ()
             small.append((*shared, index, segment.turn_roles, segment.turn_rewards, spans))
-    try:
-        columns: dict[str, pa.Array] = dict(zip(_SMALL_NAMES, pa.array(small, _SMALL).flatten(), strict=True))
-        known: dict[tuple[int, ...], tuple[int, pa.Buffer]] = {}
-        for name, list_type, dtype in _LISTS:
-            arrays = [getattr(segment, name) for segment in segments]
-            lengths = tuple(map(len, arrays))
-            offsets = known.get(lengths)
-            if offsets is None:  # columns of one length share them
-                offsets = known[lengths] = _offsets(lengths)
-            columns[name] = _lists(arrays, *offsets, list_type, dtype)
-    except (pa.ArrowException, ValueError, OverflowError) as error:
-        named = trajectories[0].key if len(trajectories) == 1 else f"one of {len(trajectories)} trajectories"
-        raise DataRefused(f"{named} does not fit the columns of the stream: {error}") from error
+    columns: dict[str, pa.Array] = dict(zip(_SMALL_NAMES, pa.array(small, _SMALL).flatten(), strict=True))
+    known: dict[tuple[int, ...], tuple[int, pa.Buffer]] = {}
+    for name, list_type, dtype in _LISTS:
+        arrays = [getattr(segment, name) for segment in segments]
+        lengths = tuple(map(len, arrays))
+        if lengths not in known:  # columns of one length share their offsets
+            known[lengths] = _offsets(lengths)
+        columns[name] = _lists(arrays, *known[lengths], list_type, dtype)
     columns["routed_experts"] = _experts(segments)
-    return pa.RecordBatch.from_arrays([columns[name] for name in _NAMES], schema=SCHEMA)
+    return [columns[name] for name in _NAMES]
 
 
 def _experts(segments: Sequence[Segment]) -> pa.Array:
@@ -163,7 +166,10 @@ _INT32_MAX = int(np.iinfo(np.int32).max)
 
 def _converted(values: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     """Values in the column's type; integers must survive unchanged."""
-    converted = np.asarray(values).astype(dtype)
+    values = np.asarray(values)
+    if values.dtype.kind not in "biuf":
+        raise ValueError(f"an array of {values.dtype} is none of numbers; give one of {dtype}")
+    converted = values.astype(dtype)
     if dtype.kind in "iu" and not np.array_equal(converted, values):
         raise ValueError(f"values between {values.min()} and {values.max()} do not fit a column of {dtype}")
     return converted
@@ -208,10 +214,9 @@ class Rows:
 
     def listed(self, name: str) -> list[Any]:
         """A column as a list, made once; not to be changed."""
-        found = self._listed.get(name)
-        if found is None:
-            found = self._listed[name] = self._arrays[name].to_pylist()
-        return found
+        if name not in self._listed:
+            self._listed[name] = self._arrays[name].to_pylist()
+        return self._listed[name]
 
 
 def with_reward(trajectory: Trajectory, reward: float | None) -> Trajectory:
@@ -301,11 +306,6 @@ def _sealed_with_checksum(stream: pa.Buffer, end: int, begin: int = len(SCHEMA_M
     place = begin + _digits_place(bytes(frame.slice(0, _metadata_end(frame))))
     memoryview(stream).cast("B")[place : place + 16] = f"{xxhash.xxh3_64_intdigest(frame):016x}".encode()
     return frame
-
-
-def checksum(batch: pa.RecordBatch) -> int:
-    """xxh3-64 that the frame of ``batch`` carries; the same before and after any number of trips through Arrow IPC."""
-    return frame_checksum(to_frame(batch))
 
 
 def frame_checksum(frame: pa.Buffer) -> int:

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from ..configs.limits import MAX_TASKS
 from ..errors import Refused
 from .ledger import Ledger
 
@@ -93,11 +94,13 @@ class Tasks:
         """Takes up how many tasks environments have. Nobody may say otherwise later: tasks would come again, or never.
 
         Raises:
-            Refused: another number is known, or the number is none.
+            Refused: another number is known, or the number is none, or too large.
 
         """
         for env_id, num in num_tasks.items():
             known = self._num_tasks.get(env_id)
+            if num > MAX_TASKS:
+                raise Refused("wrong_tasks", f"{env_id} has num_tasks {num}; it may have at most {MAX_TASKS:,}, or no end (num_tasks = None)")
             if env_id not in self._num_tasks or known == num:
                 continue
             if known is not None or num < 1:

@@ -35,6 +35,7 @@ from .types import Header
 from .wire_parts import Evaluation as Evaluation
 from .wire_parts import FinishedMember as FinishedMember
 from .wire_parts import Lease as Lease
+from .wire_parts import Number
 from .wire_parts import PeerStatus as PeerStatus
 from .wire_parts import RetainedVersion as RetainedVersion
 from .wire_parts import Role as Role
@@ -84,12 +85,12 @@ class Hello(Message, frozen=True):
     role: Role
     peer_id: str
     incarnation: str
-    schema_version: int
-    holding: list[int] = []
-    version: int | None = None
-    tasks: dict[str, int] = {}
-    lineage: int | None = None
-    vocabulary: int | None = None
+    schema_version: Number
+    holding: list[Number] = []
+    version: Number | None = None
+    tasks: dict[str, Number] = {}
+    lineage: Number | None = None
+    vocabulary: Number | None = None
 
 
 class Credit(Message, frozen=True):
@@ -98,14 +99,14 @@ class Credit(Message, frozen=True):
     ``num_received`` counts the leases that had reached it since its Hello, so that those still on their way are not granted twice over.
     """
 
-    num_groups: int
-    num_received: int = 0
+    num_groups: Number
+    num_received: Number = 0
 
 
 class Append(Message, frozen=True):
     """Finished trajectories, as one Arrow record-batch frame. ``checksum`` is the xxh3-64 of that frame (see ``columns``)."""
 
-    num_trajectories: int
+    num_trajectories: Number
     checksum: int
 
 
@@ -130,7 +131,7 @@ class FetchBlobs(Message, frozen=True):
 class Amend(Message, frozen=True):
     """Scores and other numbers that come after the rows they are about, as one Arrow record-batch frame (see ``amendments``) with its ``checksum``."""
 
-    num_amendments: int
+    num_amendments: Number
     checksum: int
 
 
@@ -141,7 +142,7 @@ class Heartbeat(Message, frozen=True):
     for people.
     """
 
-    holding: list[int]
+    holding: list[Number]
     counters: dict[str, float] = {}
     gauges: dict[str, float] = {}
     waiting_for: str = ""
@@ -150,7 +151,7 @@ class Heartbeat(Message, frozen=True):
 class Release(Message, frozen=True):
     """Gives leases back unfinished; members already appended stay."""
 
-    group_ids: list[int]
+    group_ids: list[Number]
 
 
 class PullBatch(Message, frozen=True):
@@ -159,22 +160,22 @@ class PullBatch(Message, frozen=True):
     A rank that reads the files of the log itself asks with ``mapped`` where its rows lie.
     """
 
-    version: int
-    rank: int = 0
-    ranks: int = 1
+    version: Number
+    rank: Number = 0
+    ranks: Number = 1
     mapped: bool = False
 
 
 class Trained(Message, frozen=True):
     """The learner holds ``version`` now. A hint: the checkpoint is authoritative."""
 
-    version: int
+    version: Number
 
 
 class Published(Message, frozen=True):
     """Digest of the weights of ``version``, recorded the first time and compared on redo."""
 
-    version: int
+    version: Number
     digest: str
 
 
@@ -187,8 +188,8 @@ class Retained(Message, frozen=True):
 
     retained: list[RetainedVersion]
     skipped: list[SkippedVersion] = []
-    written: tuple[int, int] | None = None
-    num_known: int = 0
+    written: tuple[Number, Number] | None = None
+    num_known: Number = 0
 
 
 class Sync(Message, frozen=True):
@@ -211,9 +212,9 @@ class Farewell(Message, frozen=True):
 class Welcome(Message, frozen=True):
     """The peer is known now. ``lineage`` and ``version`` are the learner's as the buffer knows them; an actor may have ``credit_bytes`` unacknowledged."""
 
-    lineage: int
-    version: int
-    credit_bytes: int = 0
+    lineage: Number
+    version: Number
+    credit_bytes: Number = 0
 
 
 class Leases(Message, frozen=True):
@@ -225,7 +226,7 @@ class Leases(Message, frozen=True):
 class Closed(Message, frozen=True):
     """Pushed: these groups that an actor said it holds wait for no member any more. What it still plays of them is of no use; what it has sent does no harm."""
 
-    groups: list[int]
+    groups: list[Number]
 
 
 class Appended(Message, frozen=True):
@@ -234,9 +235,9 @@ class Appended(Message, frozen=True):
     ``credit_bytes`` is what the actor may have unacknowledged from now on, rows and blobs together.
     """
 
-    num_stored: int
-    num_superseded: int
-    credit_bytes: int = 0
+    num_stored: Number
+    num_superseded: Number
+    credit_bytes: Number = 0
 
 
 class LackedBlobs(Message, frozen=True):
@@ -254,18 +255,18 @@ class Blobs(Message, frozen=True):
 class Amended(Message, frozen=True):
     """The amendments are in their log. ``num_known`` of them had been made before, with the same value."""
 
-    num_stored: int
-    num_known: int
+    num_stored: Number
+    num_known: Number
 
 
 class Piece(msgspec.Struct, frozen=True):
     """Rows of a batch in a file of the log: one append of ``segment``, and the (group, member, attempt) wanted of it; none named means all of it."""
 
-    segment: int
-    offset: int
-    size_bytes: int
+    segment: Number
+    offset: Number
+    size_bytes: Number
     checksum: int
-    keys: list[tuple[int, int, int]]
+    keys: list[tuple[Number, Number, Number]]
 
 
 class BatchReply(Message, frozen=True):
@@ -277,13 +278,13 @@ class BatchReply(Message, frozen=True):
     ``checksums`` hold the xxh3-64 of each frame. Frames may hold rows of a trajectory in any order of groups; ``num_trajectories`` says how many there are.
     """
 
-    lineage: int
-    version: int
-    groups: list[int]
-    withheld: list[tuple[int, int]]
+    lineage: Number
+    version: Number
+    groups: list[Number]
+    withheld: list[tuple[Number, Number]]
     recorded: bool
     checksums: list[int]
-    num_trajectories: int
+    num_trajectories: Number
     header: Header
     pieces: list[Piece] = []
 
@@ -327,9 +328,9 @@ class StatusReply(Message, frozen=True):
     nothing in (disk full), and is empty while it does. ``evaluations`` are those open and, last, the one that closed last.
     """
 
-    lineage: int
-    version: int
-    groups: dict[str, int]
+    lineage: Number
+    version: Number
+    groups: dict[str, Number]
     counters: dict[str, float]
     peers: list[PeerStatus]
     learner_waits_for: str
@@ -353,7 +354,7 @@ M = TypeVar("M")
 class Envelope(msgspec.Struct, Generic[M], frozen=True, array_like=True):
     """What every header frame holds. ``run_id`` keeps runs apart that share a host; ``request_id`` 0 marks a push."""
 
-    protocol: int
+    protocol: Number
     run_id: str
-    request_id: int
+    request_id: Number
     message: M

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
 from .types import Purpose
+
+Number = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+"""What columns and tables can hold: a message with a larger one is malformed, and nothing behind the door has to ask."""
 
 Role = Literal["actor", "evaluator", "learner", "supervisor", "scorer"]
 
@@ -14,23 +17,23 @@ Role = Literal["actor", "evaluator", "learner", "supervisor", "scorer"]
 class RetainedVersion(msgspec.Struct, frozen=True):
     """A version whose weights the learner keeps so that evaluators can load them."""
 
-    lineage: int
-    version: int
+    lineage: Number
+    version: Number
     digest: str
 
 
 class SkippedVersion(msgspec.Struct, frozen=True):
     """A version that was due to be evaluated and could not be kept."""
 
-    lineage: int
-    version: int
+    lineage: Number
+    version: Number
     reason: str
 
 
 class FinishedMember(msgspec.Struct, frozen=True):
     """A member of a re-leased group that somebody already finished."""
 
-    member: int
+    member: Number
     reward: float | None
 
 
@@ -42,16 +45,16 @@ class Lease(msgspec.Struct, frozen=True):
     ``seed`` is the environment's reset seed, shared by the group.
     """
 
-    lineage: int
-    group_id: int
-    sequence: int
-    attempt: int
+    lineage: Number
+    group_id: Number
+    sequence: Number
+    attempt: Number
     purpose: Purpose
     env_id: str
-    task_index: int
-    seed: int
-    members: list[int]
-    admit_version: int
+    task_index: Number
+    seed: Number
+    members: list[Number]
+    admit_version: Number
     finished: list[FinishedMember] = []
     digest: str = ""
 
@@ -62,14 +65,14 @@ class Evaluation(msgspec.Struct, frozen=True):
     ``num_done`` of ``num_members`` trajectories are there. ``number`` counts closed evaluations in the order they closed, from 1; 0 while it is open.
     """
 
-    lineage: int
-    version: int
+    lineage: Number
+    version: Number
     state: str
     reason: str = ""
-    num_members: int = 0
-    num_done: int = 0
+    num_members: Number = 0
+    num_done: Number = 0
     values: dict[str, float] = {}
-    number: int = 0
+    number: Number = 0
 
 
 class PeerStatus(msgspec.Struct, frozen=True):
@@ -81,4 +84,4 @@ class PeerStatus(msgspec.Struct, frozen=True):
     counters: dict[str, float]
     gauges: dict[str, float]
     waiting_for: str
-    num_leases: int
+    num_leases: Number

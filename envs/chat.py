@@ -38,6 +38,7 @@ from typing import Any, ClassVar, Self, TypeVar
 import gymnasium
 import numpy as np
 
+from ..configs.limits import MAX_TASKS
 from ..errors import ConfigError, EnvError, InfraError, RollstreamError
 from . import loop
 from .blame import name_and_text, number_needed, user_line
@@ -226,8 +227,8 @@ class ChatEnv(gymnasium.Env[Observation, Message | str]):
         unknown = set(options) - {"task_index"}
         if unknown:
             raise EnvError(f"{self._id}: reset knows no option {sorted(unknown)[0]!r}; the one it knows is task_index")
-        if self.num_tasks is not None and self.num_tasks < 1:
-            raise EnvError(f"{self._id}: num_tasks is {self.num_tasks}; it must be at least 1")
+        if self.num_tasks is not None and not 1 <= self.num_tasks <= MAX_TASKS:
+            raise EnvError(f"{self._id}: num_tasks is {self.num_tasks}; it must be 1 to {MAX_TASKS:,}, or None where there is no end of tasks")
         index = options.get("task_index")
         if index is None:
             return int(self.np_random.integers(self.num_tasks)) if self.num_tasks else 0

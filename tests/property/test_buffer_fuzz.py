@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +17,7 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import wire_goldens
 from framed import RUN_ID, Buffer
 from rollstream.buffer import wire
 from rollstream.buffer.columns import encode, frame_checksum, from_frame, to_frame
@@ -130,6 +133,47 @@ def test_refused_messages_are_counted(buffer: Any) -> None:
     buffer.say(b"nonsense")
     buffer.tell(wire.Trained(77))
     assert buffer.handlers.books.counters["refused"] == before + 2
+
+
+def numbers_of(message: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Where a message holds integers."""
+    for key, value in message.items() if isinstance(message, dict) else enumerate(message) if isinstance(message, list) else ():
+        if type(value) is int and key != "checksum":
+            yield (*path, key)
+        yield from numbers_of(value, (*path, key))
+
+
+def everything() -> list[tuple[type[wire.Message], tuple[Any, ...]]]:
+    """Every integer of every message that somebody says to the buffer."""
+    return [
+        (kind, path)
+        for side, kind in wire_goldens.messages().values()
+        if side == "client"
+        for path in numbers_of(msgspec.to_builtins(wire_goldens.sample(kind)))
+    ]
+
+
+@pytest.mark.parametrize(("kind", "path"), everything(), ids=lambda value: value.__name__ if isinstance(value, type) else ".".join(map(str, value)))
+@pytest.mark.parametrize("number", [2**63, 2**64 - 1])
+def test_a_number_that_no_column_could_hold_is_refused_wherever_it_stands(tmp_path: Path, kind: type[wire.Message], path: tuple[Any, ...], number: int) -> None:
+    content = msgspec.to_builtins(wire_goldens.sample(kind))
+    place = functools.reduce(operator.getitem, path[:-1], content)
+    place[path[-1]] = number
+    made = Buffer(tmp_path)
+    made.hello()
+    answers = made.say(msgspec.msgpack.encode([wire.PROTOCOL_VERSION, RUN_ID, 1, content]))
+    assert [(answer.code, "int" in answer.reason) for answer in answers] == [("malformed", True)]
+    made.close()
+
+
+def test_more_tasks_than_can_be_put_in_order_are_refused_and_the_next_actor_plays(tmp_path: Path) -> None:
+    made = Buffer(tmp_path)
+    (refusal,) = made.tell(wire.Hello("actor", "actor-0", "one", 1, tasks={"Acme/Calculator-v0": 10**12}))
+    assert (refusal.code, "at most 10,000,000" in refusal.reason) == ("wrong_tasks", True)
+    made.hello()
+    (leases,) = made.tell(wire.Credit(1))
+    assert leases.leases[0].task_index == 0
+    made.close()
 
 
 def test_rows_already_stored_are_left_out_of_the_log_and_the_rest_is_served(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import ipc
 
-from rollstream.buffer.columns import SCHEMA, SCHEMA_MESSAGE, Rows, aligned, checksum, decode, encode, frame_checksum, from_frame, rows_of, to_frame
+from rollstream.buffer.columns import SCHEMA, SCHEMA_MESSAGE, Rows, aligned, decode, encode, frame_checksum, from_frame, rows_of, to_frame
 from rollstream.buffer.facts import facts
 from rollstream.buffer.types import MediaSpan, Segment, Trajectory, TrajectoryKey
 from rollstream.errors import Corrupt, DataRefused
@@ -123,7 +123,7 @@ def test_what_goes_in_comes_out_and_the_checksum_survives_every_trip(wanted: lis
     received = from_frame(aligned(frame.to_pybytes()), frame_checksum(frame))
     for found, original in zip(decode(received), wanted, strict=True):
         assert_same(found, original)
-    assert checksum(received) == checksum(batch) == frame_checksum(frame)
+    assert frame_checksum(to_frame(received)) == frame_checksum(to_frame(batch)) == frame_checksum(frame)
     assert to_frame(received).equals(frame)
     assert len(facts(Rows(received))) == len(wanted)
 
@@ -134,7 +134,7 @@ def test_rows_taken_or_sliced_out_of_a_batch_travel_like_any_others() -> None:
         frame = to_frame(part)
         received = from_frame(frame, frame_checksum(frame))
         assert_same(decode(received)[0], both[1])
-        assert checksum(received) == frame_checksum(frame)
+        assert frame_checksum(to_frame(received)) == frame_checksum(frame)
 
 
 def test_chosen_rows_keep_their_order_whatever_lies_between_them() -> None:
@@ -265,6 +265,32 @@ def test_a_malformed_trajectory_is_refused_by_name(reason: str, changes: dict[st
 
 def test_how_evaluations_were_sampled_is_nobodys_business() -> None:
     assert len(facts(Rows(encode([trajectory(1, purpose="eval", top_p=0.9, top_k=40, temperature=0.0)])), 1.0)) == 1
+
+
+ODD = {
+    "None": None,
+    "an object": np.array([None] * 12, object),
+    "text": np.array(["7"] * 12),
+    "complex": np.zeros(12, complex) + 1j,
+    "a number": np.int32(3),
+    "rows": np.zeros((12, 1)),
+    "dates": np.zeros(12, "datetime64[s]"),
+    "large": [2**40] * 12,
+}
+
+
+@pytest.mark.parametrize("odd", ODD.values(), ids=ODD)
+@pytest.mark.parametrize("name", ["token_ids", "loss_mask", "behaviour_logprobs", "version_values", "turn_starts", "turn_rewards", "turn_roles"])
+def test_whatever_is_no_column_is_refused_by_the_name_of_its_trajectory(name: str, odd: Any) -> None:
+    made = trajectory(1, segment(**{name: odd}))
+    with pytest.raises(DataRefused, match=r"member=1|member 1|turn_\w+ holds"):
+        facts(Rows(encode([made])), vocabulary=50_000)
+
+
+@pytest.mark.parametrize("name", ["reward_parts", "env_metrics", "messages", "env_id", "task_index", "seed", "error"])
+def test_a_field_of_another_type_is_refused_too(name: str) -> None:
+    with pytest.raises(DataRefused, match="member=1"):
+        encode([trajectory(1, **{name: {3: object()}})])
 
 
 def test_the_same_trajectory_twice_in_one_batch_is_refused() -> None:
