@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 import traceback
 from collections.abc import Sequence
@@ -82,6 +83,7 @@ def train(
       rollstream train quickstart --resume --fork --from-version 100 learner.loss.kind=gspo
     """
     from .configs.loader import load_config, load_resumed
+    from .configs.resume import kept_as_recorded
     from .errors import ConfigError
     from .run import train as run_training
     from .summary import Ending, print_summary
@@ -92,6 +94,8 @@ def train(
     if (fork and not resume) or (from_version is not None and not fork):
         raise ConfigError("--fork needs --resume and --from-version needs --fork: together they go on with a run in another lineage")
     loaded = load_resumed(config, overrides or (), fork=fork) if resume else load_config(config, overrides or ())
+    if resume and (kept := kept_as_recorded(load_config(config, overrides or ()), loaded)):
+        typer.echo(f"notice: {kept}", err=True)
     outcome = run_training(loaded, resume=resume, view=View(screen, quiet=quiet), fork=fork, from_version=from_version)
     if outcome.error is not None:
         logs = f"; see {os.path.relpath(outcome.run.logs_folder)}" if outcome.run.logs_folder.is_dir() else ""
@@ -111,7 +115,7 @@ def check(
     """Check a configuration without running it.
 
     Keys, bounds, contradictions, the environment, the model, ports and memory of this machine, last the run folder. Leaves nothing behind.
-    The environment is played: one plain turn, then one call of each tool, each after a fresh reset; what its tools do, they do.
+    The environment is played: one plain turn, one call of each tool, with a warm-up its demonstrations, each after a fresh reset; what its tools do, they do.
 
     \b
     Examples:
@@ -120,19 +124,22 @@ def check(
     """
     from .configs.claim import try_folder
     from .configs.loader import load_config, load_resumed
+    from .configs.resume import kept_as_recorded
     from .errors import RunFolderError
     from .run import check_but_folder, check_learner
 
     del debug
     loaded = load_resumed(config, overrides or ()) if resume else load_config(config, overrides or ())
-    for notice in check_but_folder(loaded, resume=resume):
+    kept = kept_as_recorded(load_config(config, overrides or ()), loaded) if resume else ""
+    for notice in filter(None, [kept, *check_but_folder(loaded, resume=resume)]):
         typer.echo(f"notice: {notice}", err=True)
     check_learner(loaded)
     try:
         try_folder(loaded, resume=resume)
     except RunFolderError as error:
         raise RunFolderError(f"all is fine but the folder: {error}") from None
-    typer.echo(f"{config}: fine; rollstream train {config} would write {os.path.join(loaded.folder, loaded.name)}")
+    command = shlex.join(["rollstream", "train", config, *(overrides or ()), *(["--resume"] if resume else [])])
+    typer.echo(f"{config}: fine; {command} would {'go on in' if resume else 'write'} {os.path.join(loaded.folder, loaded.name)}")
     return 0
 
 

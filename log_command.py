@@ -95,7 +95,7 @@ def _list(inspector: Inspector, chosen: Filter) -> Iterator[str]:
 
 def _cells(one: Listed) -> tuple[str, ...]:
     status = one.status if one.status == one.stop_reason else f"{one.status}: {one.stop_reason}"
-    counts = (str(one.num_tokens), str(one.num_trained_tokens), _versions(one.min_version, one.max_version))
+    counts = (str(one.num_tokens), "0" if one.status == "failed" else str(one.num_trained_tokens), _versions(one.min_version, one.max_version))
     lag = "withheld" if one.withheld else _or_dash(one.lag)
     return (
         group_name(one.group_id),
@@ -107,8 +107,13 @@ def _cells(one: Listed) -> tuple[str, ...]:
         *counts,
         _or_dash(one.trained_version),
         lag,
-        one.state,
+        _state(one),
     )
+
+
+def _state(one: Listed) -> str:
+    """What became of it: a group trains without the members of it that failed."""
+    return "left out" if one.status == "failed" and one.state in ("assigned", "trained") else one.state
 
 
 def group_name(group_id: int) -> str:
@@ -184,7 +189,7 @@ def _summary(listed: Listed, trajectory: Trajectory) -> Iterator[str]:
         if listed.trained_version is None
         else f"in the batch of version {listed.trained_version}, {_lag(listed)}"
     )
-    yield f"state     {listed.state}, {batch}"
+    yield f"state     {_state(listed)}, {batch}"
     parts = "".join(f"  {name} {value:.4g}" for name, value in trajectory.reward_parts.items())
     yield f"reward    {_number(trajectory.reward)}{parts}"
     if trajectory.env_metrics:

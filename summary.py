@@ -56,7 +56,8 @@ def print_summary(run: Run, ending: Ending, console: Console) -> None:
             console.print(f"stopped in {clock(ending.wall_s)}, before version 1; go on with  {_go_on(ending)}", soft_wrap=True)
         return
     console.print()
-    for name, value in _facts(run, ending, rows, _audit(run)):
+    report = _audit(run)
+    for name, value in _facts(run, ending, rows, report):
         console.print(Text(f"{name:<18}", style="dim").append(value, style="not dim"), soft_wrap=True)
     console.print()
     for line in terminal_plot(rows, width=min(console.width - 2, 90), height=10):
@@ -67,7 +68,7 @@ def print_summary(run: Run, ending: Ending, console: Console) -> None:
         console.print(f"no picture: {describe(error)}")
         return
     console.print()
-    for what, command in _next_commands(run, ending, picture):
+    for what, command in _next_commands(run, ending, picture, complete=_is_complete(run, rows, report)):
         console.print(Text(f"{what:<18}", style="dim").append(command, style="bold"), soft_wrap=True)
 
 
@@ -89,6 +90,7 @@ def _audit(run: Run) -> AuditReport | None:
 
 def _facts(run: Run, ending: Ending, rows: Sequence[Row], report: AuditReport | None) -> Iterator[tuple[str, str]]:
     word, start = {0: "finished", _STOPPED: "stopped"}.get(ending.exit_code, "ended early"), " of this start" if ending.resumed else ""
+    word = "finished" if word == "stopped" and _is_complete(run, rows, report) else word
     yield word, f"version {rows[-1]['version']} of {run.config.learner.versions} in {clock(ending.wall_s)}{start}, {_plural(ending.num_restarts, 'restart')}"
     if lacking := int(rows[-1]["version"]) - len({row["version"] for row in rows}):
         yield "metrics", f"metrics.jsonl lacks the rows of {_plural(lacking, 'version')}: lines of it were lost"
@@ -248,12 +250,19 @@ def _books(report: AuditReport) -> str:
     return f"{'close' if report.closes else 'DO NOT CLOSE'}: {report.num_leased:,} groups leased = {states}"
 
 
-def _next_commands(run: Run, ending: Ending, picture: Path) -> Iterator[tuple[str, str]]:
+def _is_complete(run: Run, rows: Sequence[Row], report: AuditReport | None) -> bool:
+    """Whether nothing is left to do: a stop that came then came too late to stop anything."""
+    last = run.config.learner.versions
+    kept = (run.checkpoints_folder / f"v{last:06d}").is_dir()
+    return kept and int(rows[-1]["version"]) == last and report is not None and not report.evaluations.get("open", 0)
+
+
+def _next_commands(run: Run, ending: Ending, picture: Path, *, complete: bool) -> Iterator[tuple[str, str]]:
     folder = os.path.relpath(run.folder)
     yield "picture", os.path.relpath(picture)
     yield "close the books", f"{_runnable('rollstream')} audit {folder}"
     yield "all the numbers", f"{_runnable('tensorboard')} --logdir {folder}/tensorboard"
-    if ending.exit_code != 0:
+    if ending.exit_code != 0 and not complete:
         yield "go on", _go_on(ending)
     else:
         yield "your own task", 'README.md, "Your own environment, tonight"'

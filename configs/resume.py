@@ -59,6 +59,14 @@ def changed_keys(before: Config, after: Config) -> list[str]:
     return [leaf for path in FIXED for leaf in _leaves(path, _get(old, path), _get(new, path))]
 
 
+def kept_as_recorded(given: Config, resumed: Config, shown: int = 5) -> str:
+    """What a run goes on with although the configuration that was ``given`` says otherwise, in one line; empty where nothing differs."""
+    keys, said, kept = changed_keys(given, resumed), given.model_dump(), resumed.model_dump()
+    named = [f"{key} {_get(kept, key)!r} (given: {_get(said, key)!r})" for key in keys[:shown]]
+    more = f" and {len(keys) - shown} more" if len(keys) > shown else ""
+    return f"goes on as recorded: {', '.join(named)}{more}" if keys else ""
+
+
 def _leaves(path: str, before: Any, after: Any) -> list[str]:
     """Dotted keys at and below ``path`` whose values differ."""
     if isinstance(before, dict) and isinstance(after, dict):

@@ -20,7 +20,7 @@ from ..errors import ConfigError, EnvError, RollstreamError
 from . import registry
 from .blame import name_and_text, user_line
 from .chat import ChatEnv
-from .messages import Message, assistant, assistant_call
+from .messages import Message, assistant, assistant_call, named, problem_with
 
 LIMIT_S = 20.0
 """How long one reset or step may take in a trial; a larger ``step_timeout_s`` of the environment counts instead."""
@@ -87,6 +87,8 @@ async def _play(env_id: str, kwargs: Mapping[str, Any], demonstrates: bool, prog
         env.demonstrate(correct=True)  # raises, saying what to write
     progress.enter("start")
     _, info = await env.areset(seed=0)
+    if demonstrates:
+        await _demonstrate(env_id, env, progress)
     progress.enter("respond")
     await _step(env, assistant("hello"), progress)
     for schema in [tool["function"] for tool in info["tools"]]:
@@ -104,6 +106,22 @@ async def _play(env_id: str, kwargs: Mapping[str, Any], demonstrates: bool, prog
         )
     progress.enter("close")
     env.close()
+
+
+async def _demonstrate(env_id: str, env: ChatEnv, progress: _Progress) -> None:
+    """Both kinds of demonstration, each after a fresh reset, as the warm-up asks for them."""
+    for correct in (True, False):
+        await env.areset(seed=0)
+        progress.enter(f"demonstrate({correct})")
+        messages: Any = env.demonstrate(correct)
+        if not isinstance(messages, list) or not messages:
+            raise ConfigError(f"{env_id}: demonstrate({correct}) returned {named(messages)}, not the messages of a whole conversation")
+        if wrong := next(filter(None, map(problem_with, messages)), None):
+            raise ConfigError(f"{env_id}: demonstrate({correct}) holds {wrong}")
+        if messages[-1]["role"] != "assistant":
+            raise ConfigError(f"{env_id}: demonstrate({correct}) ends with a message of the {messages[-1]['role']}; the last one has to be the assistant's")
+    progress.enter("start")
+    await env.areset(seed=0)
 
 
 async def _step(env: ChatEnv, message: Message, progress: _Progress) -> None:

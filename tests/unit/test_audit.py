@@ -156,6 +156,20 @@ def test_failed_trajectories_are_told_apart_and_are_not_trained(tmp_path: Path) 
     assert "terminated 50.0 %, turns 0.0 %, length 50.0 %, time 0.0 %" in told
 
 
+@pytest.mark.parametrize(("versions", "kept", "finished"), [(1, True, True), (1, False, False), (2, True, False)])
+def test_a_stop_that_came_after_the_last_checkpoint_leaves_nothing_to_go_on_with(tmp_path: Path, versions: int, kept: bool, finished: bool) -> None:
+    Stream(tmp_path).close()
+    (tmp_path / "metrics.jsonl").write_text('{"version": 1, "train/reward_mean": 0.5}\n')
+    run = Run(tmp_path, load_config("quickstart", [f"learner.versions={versions}"]), "a" * 32)
+    if kept:
+        (run.checkpoints_folder / f"v{versions:06d}").mkdir(parents=True)
+    console = Console(record=True, width=200, quiet=False, file=io.StringIO())
+    print_summary(run, Ending(130, 1.0, {}, 0, ["train", "x"]), console)
+    told = console.export_text()
+    assert told.strip().startswith("finished" if finished else "stopped")
+    assert ("--resume" in told) != finished
+
+
 def test_a_run_in_which_nothing_was_played_yet_closes(tmp_path: Path) -> None:
     Stream(tmp_path).close()
     report = audit(tmp_path)

@@ -10,6 +10,7 @@ import pytest
 from rollstream.configs.checks import check_config
 from rollstream.configs.learner_schema import Learner, Overlong
 from rollstream.configs.loader import create_run, dump_config, load_config, load_resumed, load_run
+from rollstream.configs.resume import kept_as_recorded
 from rollstream.errors import ConfigError, RunFolderError
 
 MINIMAL = "name: a\nenv: {id: rollstream/KeyValue-v0}\nlearner: {versions: 2, batch_groups: 1, group_size: 2}\n"
@@ -132,6 +133,9 @@ def test_a_resume_needs_no_repeated_overrides_and_takes_what_may_change(tmp_path
     again = load_resumed(path, [folder, "learner.versions=9", "actors.num=2"])
     assert (again.seed, again.learner.optimizer.learning_rate) == (3, 2e-6), "recorded"
     assert (again.learner.versions, again.actors.num) == (9, 2), "given now"
+    told = kept_as_recorded(load_config(path, [folder, "learner.versions=9"]), again)
+    assert told == "goes on as recorded: seed 3 (given: 0), learner.optimizer.learning_rate 2e-06 (given: 1e-06)"
+    assert kept_as_recorded(again, again) == ""
 
 
 @pytest.mark.parametrize("override", ["seed=4", "learner.loss={kind: pg}", "learner.optimizer.learning_rate=1e-3", "buffer.max_lag=1"])

@@ -85,7 +85,7 @@ def test_the_list_says_what_became_of_each_trajectory(capsys: pytest.CaptureFixt
     assert [line.split() for line in lines[1:4]] == [
         ["3", "0", "0", "Acme/Calculator-v0", "0", "terminated", "8", "4", "0", "2", "1", "trained"],
         ["3", "1", "0", "Acme/Calculator-v0", "1", "terminated", "8", "4", "0", "2", "1", "trained"],
-        ["3", "2", "0", "Acme/Calculator-v0", "–", "failed:", "env", "8", "4", "0", "2", "1", "trained"],
+        ["3", "2", "0", "Acme/Calculator-v0", "–", "failed:", "env", "8", "0", "0", "2", "1", "left", "out"],
     ]
     assert lines[4] == "3 trajectories"
 
@@ -115,7 +115,7 @@ def test_a_long_list_is_cut_at_the_newest_and_says_so(capsys: pytest.CaptureFixt
 def test_one_trajectory_is_shown_turn_by_turn_from_sealed_and_from_open_segments(capsys: pytest.CaptureFixture[str], run: Run, group: int) -> None:
     lines = log_of(capsys, run, "--show", f"{group}/2")
     assert lines[0].startswith(f"group {group} member 2 attempt 0 of lineage 0: Acme/Calculator-v0 task 0 seed 7")
-    assert lines[1] == ("state     trained, in the batch of version 1, lag 0" if group == 0 else "state     ready, in no batch")
+    assert lines[1] == ("state     left out, in the batch of version 1, lag 0" if group == 0 else "state     ready, in no batch")
     assert "ended     failed: env: boom" in lines
     assert [line for line in lines if line.startswith("[")] == ["[user] 2 + 2?", "[assistant] 4"]
     version = 0 if group == 0 else 2

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+from collections.abc import Callable
 from typing import Any, Literal
 
 import numpy as np
@@ -167,6 +168,41 @@ def test_every_tool_is_called_once_after_a_fresh_reset(monkeypatch: pytest.Monke
     notices = try_out(ID, {})
     assert heard == ["reset", "reset", ("x", [1], "left", 3), "reset", (1.0, {"x": True}), "close"]
     assert notices == [f"{ID}: tool second has no docstring; the policy reads what a tool does there, write one"]
+
+
+def demonstrating(gives: Callable[[bool], Any]) -> type[ChatEnv]:
+    class Demonstrating(Good):
+        def demonstrate(self, correct):
+            return gives(correct)
+
+    return Demonstrating
+
+
+HI, BYE = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "bye"}
+
+
+@pytest.mark.parametrize(
+    ("gives", "line"),
+    [
+        (lambda correct: [][1], r"demonstrate\(True\) raised IndexError: list index out of range \(test_trial\.py, line \d+\)"),
+        (lambda correct: [HI, BYE] if correct else None, r"demonstrate\(False\) returned None, not the messages of a whole conversation"),
+        (lambda correct: [], r"demonstrate\(True\) returned .*, not the messages of a whole conversation"),
+        (lambda correct: [HI, "bye"], r"demonstrate\(True\) holds a str, which is neither text nor a message"),
+        (lambda correct: [HI], r"demonstrate\(True\) ends with a message of the user; the last one has to be the assistant's"),
+    ],
+)
+def test_faulty_demonstrations_are_refused_where_they_are_asked_for(gives: Callable[[bool], Any], line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    registered(monkeypatch, demonstrating(gives))
+    with pytest.raises(ConfigError, match=f"{ID}: {line}"):
+        try_out(ID, {}, demonstrates=True)
+    assert try_out(ID, {}) == []
+
+
+def test_sound_demonstrations_are_asked_for_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    registered(monkeypatch, demonstrating(lambda correct: asked.append(correct) or [HI, BYE]))
+    assert try_out(ID, {}, demonstrates=True) == []
+    assert asked == [True, False]
 
 
 def test_a_longer_step_timeout_of_the_environment_counts_in_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:
